@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine
 from vllm_omni_plugin.replicas.replica_server.node import run_node
 
 HEAD = "tcp://192.0.2.1:5000"
@@ -53,6 +54,41 @@ async def test_the_first_signal_drains_and_the_second_stops(signum: signal.Signa
     for server in servers:
         server.end.set_result(None)
     await node
+
+
+class FakeMachine(GroupMachine):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[str] = asyncio.Queue()
+
+    async def run(self, first_timeout: float) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.told.put_nowait("ended")
+
+    def leave(self) -> None:
+        self.told.put_nowait("leave")
+
+    def stop_now(self) -> None:
+        self.told.put_nowait("stop")
+
+
+async def test_a_machine_of_a_group_leaves_at_the_first_signal_and_ends_at_the_second_or_after_its_ranks() -> None:
+    servers, machine = [FakeServer(), FakeServer()], FakeMachine()
+    node = asyncio.create_task(run_node(servers, 0, HEAD, machine))
+    await asyncio.sleep(0)
+    for told in ("leave", "stop"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await machine.told.get() == told
+    assert servers[0].told.get_nowait() == "drain"
+    servers[0].end.set_result(None)
+    await asyncio.sleep(0)
+    assert machine.told.empty(), "a rank still computes"
+    servers[1].end.set_result(None)
+    await node
+    assert machine.told.get_nowait() == "ended"
 
 
 async def test_a_node_ends_with_its_last_replica() -> None:

@@ -45,9 +45,20 @@ async def test_heads_are_notified_of_a_loss_before_the_coordinator(node: Node, m
     assert told[:2] == ["heads", ReplicaStatus.ERROR]
 
 
-@pytest.mark.parametrize(("ended", "failed"), [("SIGILL", True), ("SIGKILL", False)])
-async def test_heads_receive_the_exit_reason_of_an_engine(head: Head, node: Node, ended: str, failed: bool) -> None:
+@pytest.mark.parametrize(
+    ("ended", "in_group", "failed"),
+    [
+        ("SIGILL", False, True),
+        ("SIGKILL", False, False),
+        pytest.param("SIGILL", True, False, id="a rank that ends with its group says nothing about its requests"),
+    ],
+)
+async def test_heads_receive_the_exit_reason_of_an_engine(
+    head: Head, node: Node, ended: str, in_group: bool, failed: bool
+) -> None:
     await node.up()
+    if in_group:
+        vars(node.launcher)["group_of"] = lambda replica_id: [replica_id]
     node.engine.process.exit_note = f"its worker VllmWorker-0 was ended by {ended}"
     node.engine.report_death()
     status = await head.next_status()

@@ -10,18 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engines import FakeLauncher, FakeProcess
+from tests.fakes.engines import FakeProcess
 from tests.fakes.free_ports import free_port
+from tests.replicas.remote_server import RemoteApi
+from tests.replicas.server.conftest import FINGERPRINT
+from tests.replicas.server.engines import ServedFakeLauncher
 from vllm_omni_plugin.errors import ConfigError, OmniError, ReplicaError
 from vllm_omni_plugin.keep_running import Backoff
 from vllm_omni_plugin.replicas.machines.group_leader import leading
 from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine, RanksLauncher
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, exit_of
+from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
 
 MACHINES, RANKS = 3, 2
 
@@ -37,7 +43,7 @@ class FakeCoordination(FakeProcess):
 
 
 @dataclass
-class FakeRanksLauncher(FakeLauncher):
+class FakeRanksLauncher(ServedFakeLauncher):
     """Starts the ranks of one machine. `met` has the coordinations of its meetings; `slow_end` holds up their end."""
 
     meeting_address: tuple[str, int] = ("127.0.0.1", 0)
@@ -47,11 +53,11 @@ class FakeRanksLauncher(FakeLauncher):
     coordinations: list[FakeCoordination] = field(default_factory=list)
     met: list[tuple[int, Sequence[str]]] = field(default_factory=list)
     slow_end: threading.Event = field(default_factory=threading.Event)
-    failing: int = 0
+    not_coordinated: int = 0
 
     def coordinate(self) -> FakeCoordination:
-        if self.failing:
-            self.failing -= 1
+        if self.not_coordinated:
+            self.not_coordinated -= 1
             raise ReplicaError("vLLM's coordinator did not start")
         self.coordinations.append(FakeCoordination(len(self.coordinations) + 1))
         return self.coordinations[-1]
@@ -184,7 +190,7 @@ async def test_the_ranks_start_when_all_machines_are_there_in_any_order(empty: G
     empty.start(order[-1])
     assert await empty.met() == 1
     assert {tuple(machine.launcher.met[-1][1]) for machine in empty.machines.values()} == {("in 1", "out 1")}
-    assert all(machine.launcher.starts == [0, 1] for machine in empty.machines.values())
+    assert all(len(machine.launcher.engines) == RANKS for machine in empty.machines.values())
 
 
 async def test_a_meeting_waits_for_every_rank_of_a_machine(
@@ -229,11 +235,11 @@ async def test_a_coordinator_that_ends_ends_the_ranks(group: Group) -> None:
 async def test_a_coordinator_that_does_not_start_is_tried_again(empty: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni_plugin.replicas.machines.group_leader.Backoff", partial(Backoff, 0.01))
     first = empty.start(0)
-    first.launcher.failing = 2
+    first.launcher.not_coordinated = 2
     empty.start(1)
     empty.start(2)
     assert await empty.met() == 1
-    assert first.launcher.failing == 0
+    assert first.launcher.not_coordinated == 0
 
 
 @pytest.mark.parametrize("rank", range(MACHINES))
@@ -259,6 +265,53 @@ async def test_a_machine_that_is_told_to_end_drains_all_and_no_rank_ends_before_
     group.machines[lasts].is_busy = False
     await eventually(lambda: all(process.ended for process in processes))
     assert not any(process.killed for process in processes)
+
+
+async def test_a_first_start_that_fails_is_repeated_since_another_machine_may_be_the_cause(
+    empty: Group, socket_folder: Path
+) -> None:
+    for rank in range(1, MACHINES):
+        empty.start(rank)
+    first = empty.start(0, late=1)
+    # The rank that does not serve heads is started first.
+    first.launcher.failing = RANKS
+    delays: list[float] = []
+
+    async def delay(seconds: float) -> None:
+        delays.append(seconds)
+
+    settings = ServerSettings(
+        host="127.0.0.1",
+        ports=None,
+        coordinator_addr="tcp://127.0.0.1:1",
+        stage_id=0,
+        heartbeat_interval=0.05,
+        heartbeat_timeout=10.0,
+        drain_timeout=60.0,
+        secrets=None,
+        fingerprint=FINGERPRINT,
+    )
+    with ThreadPoolExecutor(2) as executor:
+        server = ReplicaServer(settings, first.machine, 1, RemoteApi(), executor, delay=delay)
+        serving = asyncio.create_task(server.run())
+        await eventually(server.ready.is_set)
+        assert delays == [1.0]
+        # Ranks leave together, or with their meeting.
+        await empty.machines.pop(0).close()
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def test_a_wait_for_an_exit_that_is_cancelled_as_it_ends_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    process = FakeProcess(1)
+    waiting = asyncio.create_task(exit_of(process))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(waiting.cancel)
+    process.die()
+    await asyncio.wait([waiting])
+    os.close(process.sentinel)
+    assert waiting.cancelled()
+    assert caplog.records == []
 
 
 async def test_a_first_machine_that_cannot_listen_names_the_flags(empty: Group) -> None:

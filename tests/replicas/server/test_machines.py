@@ -21,9 +21,16 @@ from tests.replicas.server.machines import LAYOUT, FakeWorkers, MachinesFakeLaun
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
-from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.control.control_link import ControlClient, ControlServer, open_control_link
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    NO_MEETING,
+    FromServer,
+    MachineReport,
+    MeetingPlan,
+    ToServer,
+)
 from vllm_omni_plugin.replicas.machines import other_machine
+from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 
@@ -296,6 +303,27 @@ async def test_a_machine_that_is_told_to_end_drains_the_replica_first(node: Node
     await asyncio.wait_for(others[0].running, 10)
     assert others[0].workers[0].ended
     assert not others[1].running.done(), "it waits for the next meeting"
+
+
+async def test_a_meeting_that_ends_as_it_begins_leaves_a_machine_ready_for_the_next(
+    launcher: MachinesFakeLauncher, start_machine: StartMachine
+) -> None:
+    broken, second = MeetingPlan(7), MeetingPlan(8)
+    reports: list[MachineReport] = []
+
+    def answer(peer: bytes, report: ToServer) -> None:
+        assert isinstance(report, MachineReport)
+        reports.append(report)
+        for plan in (broken, NO_MEETING) if len(reports) == 1 else (second,) if not report.running else ():
+            control.send(peer, plan)
+
+    with closing(listen_for_machines(launcher.meeting_address)) as listener:
+        control = ControlServer(listener, None, answer)
+        try:
+            other = start_machine(1)
+            await eventually(lambda: other.workers and other.workers[-1].plan == second, "the second meeting")
+        finally:
+            control.close(0.0)
 
 
 async def test_a_machine_without_a_meeting_leaves_at_once(start_machine: StartMachine) -> None:

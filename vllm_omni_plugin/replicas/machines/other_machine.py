@@ -231,6 +231,8 @@ class OtherMachine:
                 self._cancel_work()
             case Step.START:
                 self._work = asyncio.create_task(self._run_workers(message), name="omni-workers")
+                # Not by the task itself: one that is cancelled at once never begins.
+                self._work.add_done_callback(self._workers_ended)
                 self._changed.set()
 
     def _cancel_work(self) -> None:
@@ -255,13 +257,13 @@ class OtherMachine:
         except Exception as error:
             self._fail(f"its workers did not start: {error}")
         finally:
-            try:
-                await finish(self._end(starting))
-            finally:
-                self._attendance.ended()
-                self._changed.set()
-                if self._leaving:
-                    self._done.set()
+            await finish(self._end(starting))
+
+    def _workers_ended(self, _: "asyncio.Task[None]") -> None:
+        self._attendance.ended()
+        self._changed.set()
+        if self._leaving:
+            self._done.set()
 
     def _fail(self, reason: str) -> None:
         logger.warning("This machine's workers ended: %s", reason)
@@ -281,7 +283,8 @@ async def exit_of(process: Exits) -> None:
 
     def on_exit() -> None:
         loop.remove_reader(process.sentinel)
-        exited.set_result(None)
+        if not exited.done():
+            exited.set_result(None)
 
     loop.add_reader(process.sentinel, on_exit)
     try:
