@@ -1,4 +1,4 @@
-"""The installed vLLM has every symbol that we use, and each is listed in symbols.txt."""
+"""The installed vLLM has every symbol that we use, each is in symbols.txt, and an unsupported vLLM is refused."""
 
 import inspect
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import abstract, uniproc_executor
 from vllm.v1.worker.worker_base import WorkerBase
@@ -14,11 +15,14 @@ from vllm.v1.worker.worker_base import WorkerBase
 import vllm_omni_plugin
 from tests.fakes.sleeping_executor import Worker
 from vllm_omni_plugin.coordinator.protocol.call_effects import HEAD_CALLS
+from vllm_omni_plugin.integration import flags
 from vllm_omni_plugin.integration.core_client import utility_calls
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.processes import serve_command
 from vllm_omni_plugin.vllm_api.codecs.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.versions import differences as differences_module
+from vllm_omni_plugin.vllm_api.versions import supported
 from vllm_omni_plugin.vllm_api.versions.differences import Difference
 from vllm_omni_plugin.vllm_api.versions.supported import installed_release
 
@@ -114,3 +118,63 @@ def test_the_calls_are_found() -> None:
 def test_our_worker_takes_what_vllms_is_given(name: str) -> None:
     theirs = parameters(getattr(WorkerBase, name))
     inspect.signature(OURS[name]).bind(None, *theirs)
+
+
+REFUSAL = (
+    "vllm serve: error: --omni-* flags: this version of vllm-omni-plugin needs vLLM 0.32 or 0.33, and this is 0.31.0\n"
+)
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Parses the command line of `vllm serve` with vLLM 0.31."""
+    monkeypatch.setattr(supported, "installed_version", lambda: "0.31.0")
+    monkeypatch.setattr(serve_command, "patch_serve_command", lambda: None)
+    parser = FlexibleArgumentParser(prog="vllm")
+    serve = parser.add_subparsers(dest="subparser").add_parser("serve")
+    for argument in ("model_tag", "--port", "--config"):
+        serve.add_argument(argument)
+    flags.add_group(serve)
+
+    def parse_words(*words: str) -> Any:
+        monkeypatch.setattr("sys.argv", ["vllm", "serve", "m", *words])
+        return parser.parse_args()
+
+    return parse_words
+
+
+@pytest.mark.parametrize("words", [("--omni-join",), ("--port", "1", "-oma", "h"), ("--omni_dp_size_local", "2")])
+def test_the_first_of_our_flags_ends_the_command_with_one_line(
+    parse: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == REFUSAL
+
+
+def test_without_our_flags_nothing_is_logged(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--port", "1").port == "1"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (("--omni-any-vllm", "--omni-join"), ""),
+        (("--omni-join", "--omni_any_vllm"), ""),
+        (("--omni-join",), "omni-any-vllm: true\n"),
+        ((), "omni-join: true\nomni-any-vllm: true\n"),
+    ],
+)
+def test_omni_any_vllm_warns_once(
+    parse: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, words: tuple[str, ...], file: str
+) -> None:
+    (config := tmp_path / "config.yaml").write_text(file)
+    args = parse(*words, *(("--config", str(config)) if file else ()))
+    assert args.omni_join
+    assert args.omni_any_vllm
+    assert [record.message for record in caplog.records if "Anything may go wrong" in record.message] == [
+        "--omni-any-vllm: this version of vllm-omni-plugin needs vLLM 0.32 or 0.33, and this is 0.31.0. "
+        "Anything may go wrong."
+    ]

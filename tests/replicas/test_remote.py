@@ -38,7 +38,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Status,
 )
 from vllm_omni_plugin.replicas.remote import remote_replica as remote_module
-from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError, ClockOffset
 
 OLD, NEW, FOREIGN = "an old secret of ours", "the new secret of ours", "a secret of others"
 
@@ -379,3 +379,17 @@ async def test_ends_without_a_common_secret_get_an_error_with_the_reason(
     with pytest.raises(ReplicaError, match=f"{server.info.control_addr}: .*({told})"):
         await head.attach(server.info)
     assert server.control_messages == []
+
+
+def test_the_fastest_message_gives_the_offset() -> None:
+    offset = ClockOffset()
+    assert offset.observe(timestamp=10.0, now=110.5) == 100.5
+    assert offset.observe(timestamp=11.0, now=111.125) == 100.125
+    assert offset.observe(timestamp=12.0, now=119.0) == 100.125
+
+
+def test_the_offset_follows_clock_drift() -> None:
+    offset = ClockOffset()
+    assert offset.observe(timestamp=0.0, now=100.0) == 100.0
+    assert offset.observe(timestamp=70.0, now=171.0) == 100.0
+    assert offset.observe(timestamp=140.0, now=241.0) == 101.0
