@@ -107,6 +107,13 @@ def _fleet(engines: Engines, model: Path, logs: Path, _: Path) -> Served:
     return rust_fleet("fleet, Rust", engines, model, logs, "--omni-dp-size-local", str(engines.number))
 
 
+def _least_queue_fleet(engines: Engines, model: Path, logs: Path, _: Path) -> Served:
+    """With the policy of vLLM's data parallelism; that of a fleet also searches for cached prefixes by default."""
+    policy = ("--omni-lb-policy", "least-queue-length")
+    number = str(engines.number)
+    return rust_fleet("fleet, Rust, least-queue-length", engines, model, logs, "--omni-dp-size-local", number, *policy)
+
+
 def _remote_fleet(engines: Engines, model: Path, logs: Path, _: Path) -> Served:
     master = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-insecure")
     served = rust_fleet("fleet, Rust, remote replica", engines, model, logs, "--omni-dp-size-local", "0", *master)
@@ -146,5 +153,6 @@ FRONT_ENDS: dict[str, Start] = {
     "vllm": _vllm,
     "smg": _smg,
     "fleet": _fleet,
+    "least-queue": _least_queue_fleet,
     "remote": _remote_fleet,
 }

@@ -175,7 +175,7 @@ CACHES = ("--num-gpu-blocks-override", str(CACHE_TOKENS // BLOCK), "--block-size
 GROUPS = {
     "two": Group(
         Engines(2, 0.0, ("--max-num-seqs", "512")),
-        COMPARED,
+        (*COMPARED, "least-queue"),
         {
             "Two engines, 96 streams of 32 tokens": unlike(4000, [32], "--max-concurrency", str(STREAMS)),
             "Two engines, 1,000 streams of 32 tokens": unlike(4000, [32], "--max-concurrency", "1000"),
@@ -197,7 +197,7 @@ GROUPS = {
     ),
     "alone": Group(
         Engines(1, 0.0, ()),
-        (*COMPARED, "remote"),
+        (*COMPARED, "least-queue", "remote"),
         {"One engine, one stream of 8 tokens at a time": unlike(150, [8], "--max-concurrency", "1")},
     ),
 }
@@ -251,7 +251,7 @@ def main() -> None:
         "--seed", type=int, default=0, help="of the first round's load; each further round takes the next"
     )
     parser.add_argument("--groups", nargs="*", choices=GROUPS, default=[*GROUPS])
-    parser.add_argument("--front-ends", nargs="*", choices=[*FRONT_ENDS], default=["vllm", "smg", "fleet", "remote"])
+    parser.add_argument("--front-ends", nargs="*", choices=[*FRONT_ENDS], default=[*FRONT_ENDS])
     parser.add_argument("--runs", type=Path, help="JSON lines to add the runs to; the tables are of all")
     options = parser.parse_args()
     options.model = options.model.resolve()
