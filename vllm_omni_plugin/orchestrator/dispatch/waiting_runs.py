@@ -67,9 +67,6 @@ class WaitingRuns:
         self._confined: defaultdict[LostReplica, dict[StageRun, None]] = defaultdict(dict)
         self._ends: IndexedHeap[StageRun] = IndexedHeap()
 
-    def __contains__(self, run: StageRun) -> bool:
-        return run in self._places
-
     def __len__(self) -> int:
         return len(self._places)
 
