@@ -124,6 +124,21 @@ async def test_a_cache_is_freed_if_the_client_leaves_before_a_decode_is_asked() 
         assert (fleet.engine(PREFILL).caches, fleet.in_flight) == (0, 0)
 
 
+async def test_a_request_whose_wait_ends_while_a_cache_is_freed_fails() -> None:
+    async with KvFleet() as fleet:
+        await while_the_input_of_the_decode_is_built(fleet)
+        await fleet.find_lost(DECODE)
+        await fleet.request("b")
+        await fleet.compute("b", PREFILL)
+        await fleet.attach(DECODE)
+        await fleet.find_lost(DECODE)
+        fleet.now += 601.0
+        await fleet.abort("a")
+        fleet.open_gates()
+        await fleet.settle()
+        assert [name for name, _ in fleet.ends] == ["b"]
+
+
 async def test_a_cache_for_which_a_decode_was_asked_is_left_to_its_engine() -> None:
     async with KvFleet() as fleet:
         await while_the_cache_is_fetched(fleet)

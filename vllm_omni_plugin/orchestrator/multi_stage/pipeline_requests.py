@@ -370,7 +370,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         for stage_id, run in state.runs.items():
             self._dispatchers[stage_id].finisher.abort((run,))
         for stage_id, request in self._input_builder.releases(state):
-            self._dispatchers[stage_id].submit(StageRun(state.request_id, request, self._clock()))
+            release = StageRun(state.request_id, request, self._clock())
+            self.runs_ended(stage_id, self._dispatchers[stage_id].submit(release))
         self._report_end(state, error)
 
     def _report_end(self, state: PipelineRequestState, error: Exception | None) -> None:
