@@ -5,12 +5,13 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,11 @@ from tests.replicas.server.conftest import FINGERPRINT
 from tests.replicas.server.engines import ServedFakeLauncher
 from vllm_omni_plugin.errors import ConfigError, OmniError, ReplicaError
 from vllm_omni_plugin.keep_running import Backoff
+from vllm_omni_plugin.replicas.control.control_link import ControlServer
+from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, MachineReport, MeetingPlan, ToServer
 from vllm_omni_plugin.replicas.machines.group_leader import leading
 from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine, RanksLauncher
+from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, exit_of
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
@@ -300,6 +304,50 @@ async def test_a_first_start_that_fails_is_repeated_since_another_machine_may_be
         await empty.machines.pop(0).close()
         serving.cancel()
         await asyncio.wait([serving])
+
+
+class AtOnce(Executor):
+    """Does work where it is submitted."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **named))
+        return future
+
+
+@pytest.mark.parametrize("reason", ["stopped to wait for the others", "did not start: it was stopped"])
+async def test_a_rank_that_stops_in_the_moment_in_which_its_meeting_begins_ends_that(
+    caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    loop, port, reports = asyncio.get_running_loop(), free_port(), list[MachineReport]()
+    settings = MachineSettings(1, "10.0.0.1", f"tcp://127.0.0.1:{port}", {}, None, 0.05, 10.0)
+    launcher = FakeRanksLauncher()
+    launcher.slow_end.set()
+    machine = GroupMachine(settings, launcher, AtOnce(), time.monotonic, lambda: None)
+
+    def answer(peer: bytes, report: ToServer) -> None:
+        assert isinstance(report, MachineReport)
+        reports.append(report)
+        control.send(peer, MeetingPlan(7) if report.ready or report.running else NO_MEETING)
+
+    async def wait(rank: int) -> None:
+        async with machine.turn(rank):
+            await loop.create_future()
+
+    def stop(*_: object) -> None:
+        loop.call_soon(ranks[0].cancel) if "wait" in reason else loop.call_soon(loop.call_soon, ranks[0].cancel)
+
+    launcher.meet_in = stop  # type: ignore[method-assign]
+    with closing(listen_for_machines(("127.0.0.1", port))) as listener:
+        control = ControlServer(listener, None, answer)
+        ranks = [asyncio.create_task(wait(rank)) for rank in range(RANKS)]
+        tasks = [asyncio.create_task(machine.run(60.0)), *ranks]
+        await eventually(lambda: reports and reports[-1].failed == 7 and reports[-1].reason.endswith(reason))
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        control.close(0.0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_wait_for_an_exit_that_is_cancelled_as_it_ends_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -198,14 +198,13 @@ class GroupMachine(OtherMachine):
         waiting = self._waiting[replica_id] = self._loop.create_future()
         self._changed.set()
         try:
-            ranks = await waiting
-        finally:
-            if self._waiting.get(replica_id) is waiting:
-                del self._waiting[replica_id]
-        try:
+            await waiting
             yield
         except BaseException as error:
-            ranks.break_up(f"a rank of its group did not start: {error}")
+            if waiting.cancelled():
+                del self._waiting[replica_id]
+            else:
+                waiting.result().break_up(f"a rank of its group did not start: {str(error) or 'it was stopped'}")
             raise
 
     def group_of(self, replica_id: int) -> range:
@@ -234,7 +233,7 @@ class GroupMachine(OtherMachine):
 
     @property
     def _ready(self) -> bool:
-        return len(self._waiting) == self._launcher.ranks
+        return sum(not waiting.done() for waiting in self._waiting.values()) == self._launcher.ranks
 
     def _report(self) -> MachineReport:
         drained = self._attendance.running if self._ranks is not None and self._ranks.drained else 0
