@@ -81,6 +81,14 @@ def test_a_silent_machine_breaks_the_meeting_after_the_timeout(met: Meetings) ->
     assert met.broken == "machine 2 at 10.0.0.2 has not answered for 10 s"
 
 
+def test_a_first_machine_that_stood_still_reads_all_reports_before_it_takes_a_machine_for_silent(met: Meetings) -> None:
+    late = 6 * TIMEOUT
+    for rank in (1, 2):
+        assert met.report(peer(rank), report(rank, running=7), now=late) == [(peer(rank), PLAN)]
+    met.tick(late)
+    assert met.broken == ""
+
+
 def test_a_machine_that_may_be_lost_is_named_before_the_timeout(met: Meetings) -> None:
     met.report(peer(1), report(1, running=7), now=2.0)
     assert met.silent(2.0, 2.0) == ""

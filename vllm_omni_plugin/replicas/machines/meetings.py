@@ -92,7 +92,8 @@ class Meetings:
             self._replaced[former.report.process] = refusal
             answers = [(former.peer, _refuse(refusal))]
         self._others[report.rank] = _Machine(peer, report, now)
-        self.tick(now)
+        # Not whether others are silent: if this process stood still, their reports are read next.
+        self._look_for_ends()
         if self.broken:
             return [*answers, (peer, NO_MEETING)]
         former_plan, self.plan = self.plan, self._with_leaving()
@@ -100,6 +101,10 @@ class Meetings:
 
     def tick(self, now: float) -> None:
         """Look for silent machines; at least every heartbeat interval."""
+        if self.plan.meeting and not self.broken:
+            self.broken = self.silent(now, self._timeout)
+
+    def _look_for_ends(self) -> None:
         if not self.plan.meeting or self.broken:
             return
         for rank, process in self._members.items():
@@ -108,7 +113,6 @@ class Meetings:
                 self.broken = f"{machine.name} was started again"
             elif machine.report.failed == self.plan.meeting:
                 self.broken = f"{machine.name}: {machine.report.reason}"
-        self.broken = self.broken or self.silent(now, self._timeout)
 
     def silent(self, now: float, seconds: float) -> str:
         """The first machine of the meeting that has been silent for more than this time, in words, or ""."""
