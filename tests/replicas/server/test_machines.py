@@ -241,6 +241,24 @@ async def test_an_engine_that_cannot_be_killed_is_killed_again_and_the_others_en
     await eventually(lambda: launcher.engines[1].process.killed)
 
 
+async def test_workers_that_cannot_be_ended_are_ended_before_the_next_meeting(
+    node: Node, others: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await node.up()
+    workers, failures = others[0].workers[0], [OSError("Too many open files")]
+    end = workers.end
+
+    def end_at_the_second_try() -> None:
+        if failures:
+            raise failures.pop()
+        end()
+
+    monkeypatch.setattr(workers, "end", end_at_the_second_try)
+    others[1].workers[0].die("it was ended by SIGKILL")
+    await node.up(after=before.incarnation)
+    assert workers.ended
+
+
 async def test_a_first_start_that_another_machine_makes_fail_is_repeated(
     start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import closing, suppress
@@ -274,7 +275,19 @@ class OtherMachine:
     async def _end(self, starting: "asyncio.Future[Workers]") -> None:
         with suppress(Exception):
             workers = await starting
-            await asyncio.get_running_loop().run_in_executor(self._executor, workers.end)
+            await asyncio.get_running_loop().run_in_executor(
+                self._executor, _end_workers, workers, self._settings.interval
+            )
+
+
+def _end_workers(workers: Workers, pause: float) -> None:
+    """Blocks until they have ended: before that a new meeting would have a half of this one."""
+    while True:
+        try:
+            return workers.end()
+        except Exception:
+            logger.exception("The workers of a meeting could not be ended; this is tried again.")
+            time.sleep(pause)
 
 
 async def exit_of(process: Exits) -> None:
