@@ -10,4 +10,6 @@ def init_logger(name: str) -> logging.Logger:
 
 def printable(text: str) -> str:
     """The text in one line without control characters, with which its sender could forge lines or move a cursor."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)

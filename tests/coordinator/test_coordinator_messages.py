@@ -1,6 +1,7 @@
 """The control wire: what is encoded comes back, also of versions before this one, and anything else is a WireError."""
 
 import json
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import FleetCall, decod
 from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import printable
-from vllm_omni_plugin.replicas.control.lease_messages import decode_from_server
+from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, decode_from_server, decode_to_server
 
 PLAIN = {
     "input_addr": "tcp://a:1",
@@ -73,6 +74,10 @@ def test_no_peer_puts_a_control_character_into_logs_or_a_page(sent: str, escaped
     assert str(invalid.value).isprintable()
     refused = decode_from_server(json.dumps({"type": "refused", "reason": sent, "lasting": True}).encode())
     assert refused.reason.isprintable()
+    report = {"type": "machine_report", "rank": 1, "process": 1, "address": "", "setup": {sent: sent}}
+    told = decode_to_server(json.dumps(report, ensure_ascii=escaped).encode())
+    assert isinstance(told, MachineReport)
+    assert all(text.isprintable() for text in chain(*told.setup.items()))
 
 
 def test_what_operator_calls_give_to_engines_arrives_as_it_is() -> None:

@@ -201,5 +201,7 @@ def _with_printable_texts(value: Any) -> Any:
         case list():
             return [_with_printable_texts(each) for each in value]
         case dict():
-            return {key: each if key in _DATA else _with_printable_texts(each) for key, each in value.items()}
+            return {
+                printable(key): each if key in _DATA else _with_printable_texts(each) for key, each in value.items()
+            }
     return value
