@@ -163,7 +163,9 @@ HONOURED = {
     "a head that others join": Case(HEAD, "", ""),
     "a head without engines": Case(f"{HEAD} --omni-dp-size-local 0", "", ""),
     "a node": Case(f"{NODE} --omni-stage-id 0 --omni-drain-timeout 5 --omni-replica-ports 20000-20010", "", ""),
-    "a machine of several": Case(f"{NODE} -tp 4 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1", "", ""),
+    "a machine of several": Case(
+        f"{NODE} -tp 4 -dp 1 --data-parallel-size-local 1 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1", "", ""
+    ),
     "a machine of a lockstep group": Case(
         f"{NODE} -dp 4 --data-parallel-size-local 2 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1", "", ""
     ),

@@ -61,7 +61,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     if args.nnodes > 1:
         _refuse_with_machines(args)
     local_ranks = getattr(args, "data_parallel_size_local", None)
-    if local_ranks not in (None, args.data_parallel_size // args.nnodes):
+    if local_ranks not in (None, args.data_parallel_size // args.nnodes or 1):
         raise ConfigError(
             f"argument --data-parallel-size-local: {local_ranks} of {args.data_parallel_size} ranks: not allowed with "
             "--omni-* flags: a node runs all ranks of a group, or with --nnodes as many as each other machine; "
