@@ -83,6 +83,7 @@ async def test_a_call_that_another_head_overtakes_again_and_again_ends_and_leave
 ) -> None:
     engine, link = EngineModel(), heads[0].links[0]
     versions: list[str] = []
+    halted: set[bool] = set()
 
     async def overtake(*call: Any) -> None:
         versions.append(f"v{len(versions)}")
@@ -95,6 +96,7 @@ async def test_a_call_that_another_head_overtakes_again_and_again_ends_and_leave
         if method == "sleep":
             tasks.append(asyncio.create_task(overtake(call_id, method, args)))
         else:
+            halted.add(heads[0].orchestrator.stage_calls[0].is_halted())
             answer_at_once(engine, link, call_id, method, args)
 
     link.on_call = answer
@@ -102,6 +104,7 @@ async def test_a_call_that_another_head_overtakes_again_and_again_ends_and_leave
         await heads[0].call("sleep", 1, "abort")
     await asyncio.gather(*tasks)
     assert (len(versions), engine.asleep, engine.pause) == (256, set(), None)
+    assert halted == {True}, "an engine that wakes up has not stalled"
     assert [head.replay for head in heads] == [[("set_weight_version", (versions[-1],))]] * 3
 
 

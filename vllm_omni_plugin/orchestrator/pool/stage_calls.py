@@ -1,8 +1,8 @@
 """Calls to the replicas of one stage, and what each of them must still be told."""
 
 import asyncio
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -136,19 +136,24 @@ class StageCalls:
         return StageCall(self, method, args, called, all_fresh)
 
     async def send(self, call: StageCall) -> None:
-        halts = call.method in LONG_CALLS or call.method in PAUSE_CALLS
-        self._halting += halts
-        try:
+        with self._halted() if call.method in LONG_CALLS or call.method in PAUSE_CALLS else nullcontext():
             answers = await asyncio.gather(*(self._call_one(replica, call) for replica in call.called))
-            call.answers = list(zip(call.called, answers, strict=True))
-        finally:
-            self._halting -= halts
-            if halts:
-                self._pool.restart_silence()
+        call.answers = list(zip(call.called, answers, strict=True))
 
     async def restore_pause(self) -> None:
         """Bring all engines to the pause and sleep that they should have, from any. One that refuses stays as it is."""
-        await asyncio.gather(*(self._restore_pause(member) for member in self.members))
+        with self._halted():
+            await asyncio.gather(*(self._restore_pause(member) for member in self.members))
+
+    @contextmanager
+    def _halted(self) -> Iterator[None]:
+        """While a call may keep engines from computing requests."""
+        self._halting += 1
+        try:
+            yield
+        finally:
+            self._halting -= 1
+            self._pool.restart_silence()
 
     def take_out_failed(self, call: StageCall) -> None:
         """Distrust the replicas that failed a call which others accepted."""
