@@ -136,8 +136,8 @@ TOGETHER = (
         Case(f"{NODE} -tp 4 --nnodes 2 {arguments}", flag, reason)
         for arguments, flag, reason in (
             ("--omni-dp-size-local 2", "--omni-dp-size-local", "a process on each machine for each replica"),
-            ("--data-parallel-size 3", "--data-parallel-size", "3 ranks are not as many on each machine"),
-            ("-dp 4 --data-parallel-size-local 4", "--data-parallel-size-local", "as many as each other machine"),
+            ("--data-parallel-size 3", "--data-parallel-size", "3 ranks cannot be divided equally among 2"),
+            ("-dp 4 --data-parallel-size-local 4", "--data-parallel-size-local", "an equal share of them"),
             ("--distributed-executor-backend uni", "--distributed-executor-backend", "machines meet with 'mp' only"),
             (
                 '--kv-transfer-config {"kv_connector":"ExampleConnector","kv_role":"kv_both"}',

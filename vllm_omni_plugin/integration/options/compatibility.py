@@ -64,7 +64,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     if local_ranks not in (None, args.data_parallel_size // args.nnodes or 1):
         raise ConfigError(
             f"argument --data-parallel-size-local: {local_ranks} of {args.data_parallel_size} ranks: not allowed with "
-            "--omni-* flags: a node runs all ranks of a group, or with --nnodes as many as each other machine; "
+            "--omni-* flags: a node runs all ranks of a group, or with --nnodes an equal share of them; "
             "--omni-dp-size-local says how many groups it runs"
         )
     if envs.VLLM_DP_SIZE > 1:
@@ -88,7 +88,7 @@ def _refuse_with_machines(args: argparse.Namespace) -> None:
         (
             "data_parallel_size",
             lambda ranks: ranks > 1 and ranks % args.nnodes,
-            f"{args.data_parallel_size} ranks are not as many on each machine, and each runs on one",
+            f"{args.data_parallel_size} ranks cannot be divided equally among {args.nnodes} machines",
         ),
         ("kv_transfer_config", _is_given, "its engine would have another id on each machine"),
         ("ec_transfer_config", _is_given, "its engine would have another id on each machine"),
