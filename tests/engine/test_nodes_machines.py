@@ -45,13 +45,17 @@ class Layout:
     shown: list[str]
 
 
-_PARTS_OF_AN_ENGINE = {
-    "other machine": (OTHER, "VLLM::Worker"),
-    "first machine": (FIRST, "VLLM::Worker"),
-    "of both": (FIRST, "VLLM::EngineCore"),
-}
-TENSOR = Layout(("--tensor-parallel-size", "2"), WORKERS, 1, _PARTS_OF_AN_ENGINE, [HEAD_ADDRESS, NODE_ADDRESS])
-PIPELINE = Layout(("--pipeline-parallel-size", "2"), WORKERS, 1, _PARTS_OF_AN_ENGINE, [HEAD_ADDRESS, NODE_ADDRESS])
+TENSOR = Layout(
+    ("--tensor-parallel-size", "2"),
+    WORKERS,
+    1,
+    {
+        "other machine": (OTHER, "VLLM::Worker"),
+        "first machine": (FIRST, "VLLM::Worker"),
+        "of both": (FIRST, "VLLM::EngineCore"),
+    },
+    [HEAD_ADDRESS, NODE_ADDRESS],
+)
 GROUP = Layout(
     ("--data-parallel-size", "2"),
     (
@@ -105,7 +109,6 @@ class MachinesFleet(NodeFleet):
     params=[
         pytest.param(GROUP, id="lockstep group"),
         pytest.param(TENSOR, id="tensor parallel", marks=pytest.mark.long),
-        pytest.param(PIPELINE, id="pipeline parallel", marks=pytest.mark.long),
     ],
 )
 def pair(
