@@ -23,11 +23,20 @@ from vllm_omni_plugin.coordinator import (
     generation_of,
 )
 from vllm_omni_plugin.coordinator.protocol.control_messages import MAX_ADDRESS_CHARS, MAX_QUEUE_LENGTH, MAX_STAGE_ID
-from vllm_omni_plugin.coordinator.protocol.head_messages import FleetCall, decode_from_head, encode_from_head
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    FleetCall,
+    decode_from_head,
+    decode_to_head,
+    encode_from_head,
+    encode_to_head,
+    frames_to_head,
+)
 from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import printable
 from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, decode_from_server, decode_to_server
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 PLAIN = {
     "input_addr": "tcp://a:1",
@@ -83,6 +92,9 @@ def test_no_peer_puts_a_control_character_into_logs_or_a_page(sent: str, escaped
 def test_what_operator_calls_give_to_engines_arrives_as_it_is() -> None:
     call = FleetCall(1, "collective_rpc", ["f", None, ["a\nb"], {"c": "\x1b"}], [0])
     assert decode_from_head(encode_from_head(call)) == call
+    document = FleetState(1, "head", (StageState((Adapter("a\u3000b", 1, "/a\u200db"),), weight_version="\u3000"),))
+    assert decode_from_head(encode_from_head(document)) == document
+    assert decode_to_head(next(frames_to_head([encode_to_head(document)]))) == [document]
 
 
 def test_largest_list_is_below_the_size_limit() -> None:

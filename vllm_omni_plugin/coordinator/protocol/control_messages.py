@@ -21,7 +21,7 @@ MAX_EVENT_BYTES = 64 * 1024
 MAX_REPLICA_LIST_BYTES = 24 * 1024 * 1024
 _MAX_DETAIL_CHARS = 200
 _LATER_VERSIONS = 2
-_DATA = frozenset({"arguments", "state", "told"})
+_DATA = frozenset({"arguments", "stages", "state", "told"})
 """Keys whose texts must arrive as they are: what operator calls give to engines."""
 
 StageId = Annotated[int, Meta(ge=0, le=MAX_STAGE_ID)]
