@@ -65,12 +65,16 @@ def story(tmp_path: Path) -> Adapter:
 
 
 async def test_a_local_replica_does_not_load_other_adapter_files_than_the_calling_head(
-    fleet: FakeFleet, story: Adapter
+    fleet: FakeFleet, story: Adapter, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet.pool.members[0].remote = True
     fleet.pool.members[2].remote = True
-    assert await fleet.call("add_lora", replace(story, digest="0a1b")) == ["add_lora"] * 2
+    # Another head may choose all of it.
+    other = replace(story, lora_path="/\nforged line", digest="0a1b\nforged line")
+    assert await fleet.call("add_lora", other) == ["add_lora"] * 2
     assert fleet.statuses == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
+    assert "/ forged line have the digest" in caplog.text
+    assert "\nforged" not in caplog.text
 
 
 async def test_a_local_replica_cannot_join_after_the_files_of_an_adapter_changed(

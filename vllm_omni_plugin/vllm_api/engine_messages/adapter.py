@@ -9,6 +9,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, convert
 from msgspec.structs import replace
 
+from vllm_omni_plugin.logger import printable
+
 _DIGEST_BYTES = 8
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -74,7 +76,8 @@ def adapter_mismatch(adapter: Adapter) -> str:
     here = adapter_digest(adapter.lora_path) if adapter.digest else ""
     if here == adapter.digest:
         return ""
-    return (
+    # Other heads choose path and digest, and the text is logged.
+    return printable(
         f"LoRA adapter {adapter.lora_name!r}: the files at {adapter.lora_path} have the digest {here or '(no files)'} "
         f"on this node, and {adapter.digest} where it was loaded first; all nodes need the same"
     )
