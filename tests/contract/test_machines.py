@@ -5,9 +5,11 @@ import select
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -15,7 +17,7 @@ from vllm.v1.engine.utils import CoreEngine
 
 from tests.engine.experts import MIXTRAL
 from tests.fakes.engines import FakeProcess
-from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
 from vllm_omni_plugin.integration.processes import headless
 from vllm_omni_plugin.integration.processes.headless import plan_node, serve_replicas
@@ -24,6 +26,8 @@ from vllm_omni_plugin.replicas.machines.group_machine import RanksLauncher
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings
 from vllm_omni_plugin.vllm_api.launch import engine_launch
+from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
+from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineProcess
 from vllm_omni_plugin.vllm_api.launch.machines_launch import WorkersProcess, use_network_of
 
 from .configs import write_model
@@ -125,6 +129,26 @@ def test_a_machine_starts_its_ranks_of_a_group_with_the_coordinator_and_store_of
     assert len({config.model_config.seed for _, config in spawned.values()}) == 1
     assert {config.instance_id.rpartition("_replica")[2] for _, config in spawned.values()} == {"3_77", "4_77"}
     launcher.end_ranks()
+
+
+def test_a_rank_on_another_machine_is_told_the_port_of_the_store(
+    experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def start_up(_socket: Any, _engines: Any, parallel: Any, *_: Any) -> None:
+        told.append((parallel.local_engines_only and parallel.data_parallel_rank > 0, parallel._coord_store_port))
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(engine_launch, "wait_for_engine_startup", start_up)
+    launcher = group_launcher(experts, 1)
+    config = deepcopy(launcher.vllm_config)
+    set_identity(config, 3, 1)
+    config.parallel_config._coord_store_port = 4321
+    process = SimpleNamespace(config=config, index=2, manager=None, handshake=MagicMock())
+    with pytest.raises(ReplicaError, match="seen"):
+        EngineProcess.wait(process, "ipc:///in", [], None)  # type: ignore[arg-type]
+    assert told == [(False, 4321)], "vLLM 0.33 tells the ranks of other machines nothing"
 
 
 @pytest.mark.long

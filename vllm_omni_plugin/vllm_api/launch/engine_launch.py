@@ -211,6 +211,8 @@ class EngineProcess:
         # Each rank has a handshake of its own, in which it is the only local rank.
         parallel = copy.copy(self.config.parallel_config)
         parallel.data_parallel_size_local = 1
+        # vLLM tells the store's port only where the first rank may be, and this is the start of one engine.
+        parallel.data_parallel_rank = 0
         if coordinator is not None:
             addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
             addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
