@@ -7,7 +7,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -55,6 +55,12 @@ TENSOR = Layout(
         "of both": (FIRST, "VLLM::EngineCore"),
     },
     [HEAD_ADDRESS, NODE_ADDRESS],
+)
+PIPELINE = replace(
+    TENSOR,
+    sizes=("--pipeline-parallel-size", "2"),
+    # Eagerly, vLLM's CPU worker of a later stage has no buffers for what comes from the stage before.
+    flags=(*WORKERS, "--no-enforce-eager", "--compilation-config", '{"mode": 2, "backend": "eager"}'),
 )
 GROUP = Layout(
     ("--data-parallel-size", "2"),
@@ -109,6 +115,7 @@ class MachinesFleet(NodeFleet):
     params=[
         pytest.param(GROUP, id="lockstep group"),
         pytest.param(TENSOR, id="tensor parallel", marks=pytest.mark.long),
+        pytest.param(PIPELINE, id="pipeline parallel", marks=pytest.mark.long),
     ],
 )
 def pair(
