@@ -110,7 +110,8 @@ async def ends(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     """Return when the replica has ended because its machine is silent, and is about to wait for it."""
     await eventually(lambda: node.delays == [1.0], "the replica ends")
     assert "is out of service: its engine process 1000 exited: machine 1 at 10.0.0.1 has not answered" in caplog.text
-    assert node.info is None
+    # The coordinator hears of it a moment later.
+    await eventually(lambda: node.info is None, "it is listed no more")
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
