@@ -105,7 +105,7 @@ def answer_all(link: FakeLink) -> None:
 @pytest.mark.parametrize(
     ("before", "during", "after_replay"),
     [
-        (("sleep", 1, "abort"), ("wake_up", None), [("wake_up", [None]), ("resume_scheduler", [])]),
+        (("sleep", 1, "abort"), ("wake_up", None), [("wake_up", [None])]),
         (("pause_scheduler", "keep"), ("resume_scheduler",), [("resume_scheduler", [])]),
         (("set_weight_version", "v1"), ("set_weight_version", "v2"), [("set_weight_version", ["v2"])]),
         (("add_lora", Adapter("story", 7, "/loras/story")), (FORGET_LORA, 7), []),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.links import answer_calls
+from tests.fakes.links import FakeLink, answer_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus, joined
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import (
@@ -59,7 +59,27 @@ async def test_a_replica_that_the_heads_before_have_left_asleep_is_woken_if_an_o
     left = ReplicaState(state=asleep)
     assert await heads[0].bring_up(7, left) == []
     await heads[0].call("resume_scheduler")
-    assert await heads[0].bring_up(8, left) == [("wake_up", [None]), ("resume_scheduler", [])]
+    assert await heads[0].bring_up(8, left) == [("wake_up", [None])]
+
+
+async def test_an_engine_gets_the_pause_with_the_call_that_resumes_it_and_computes_nothing_between(
+    heads: list[FakeHead],
+) -> None:
+    asleep = StageState()
+    asleep.pause.sleep(1, "keep")
+    await heads[0].call("pause_scheduler", "keep", True)
+    heads[0].stop_answering()
+    restored, attached = heads[0].links[0], FakeLink("attached")
+    restored.calls.clear()
+    tasks = [
+        asyncio.create_task(heads[0].orchestrator.stage_calls[0].restore_pause()),
+        asyncio.create_task(heads[0].bring_up(8, ReplicaState(state=asleep), attached)),
+    ]
+    for link in (restored, attached):
+        await eventually(lambda link=link: link.calls)
+        assert [method for _, method, _ in link.calls] == ["wake_up", "pause_scheduler"]
+    for task in tasks:
+        task.cancel()
 
 
 @pytest.mark.parametrize("refuses", [False, True])

@@ -20,6 +20,8 @@ from vllm_omni_plugin.vllm_api.engine_messages.pause_state import PAUSE_CALLS, E
 
 logger = init_logger(__name__)
 
+_RESUMING = frozenset({"resume_scheduler", "wake_up"})
+
 
 class CalledReplica(NamedTuple):
     """A replica as it was when a call began; it may be lost and attached to again before the call ends."""
@@ -118,8 +120,8 @@ class StageCalls:
         """
         while calls := self._missing(member, is_resting):
             wanted = self.wanted
-            for method, args in calls:
-                await _call_engine(client, member.remote, method, args)
+            for group in _groups(calls):
+                await _call_engine(client, member.remote, group)
             if is_later(wanted, member.told):
                 member.told = _told(wanted, member.told.state.weights)
             is_resting = wanted.state.is_paused
@@ -239,15 +241,15 @@ class StageCalls:
         client = member.client
         while client is not None and client is member.client and (calls := self._missing(member, None)):
             wanted = self.wanted
-            for method, args in calls:
+            for group in _groups(calls):
                 try:
-                    await _call_engine(client, member.remote, method, args)
+                    await _call_engine(client, member.remote, group)
                 except NotAllowedError as error:
                     logger.warning("Replica %s does not get a call that it has missed: %s", member.name, error)
                 except ReplicaError as error:
                     logger.error("Replica %s failed a call that it had missed: %s", member.name, error)
                     if client is member.client:
-                        self.distrust(member, method)
+                        self.distrust(member, group[0][0])
                     return
             if client is not member.client:
                 # It is attached anew, and has said what it was told.
@@ -258,11 +260,10 @@ class StageCalls:
                     member.report_told(member.told)
 
     async def _restore_pause(self, member: PoolMember) -> None:
-        calls: list[EngineCall] = [("wake_up", (None,)), ("resume_scheduler", ()), *self.state.pause.replay()]
         if (client := member.client) is not None:
             with suppress(ReplicaError):
-                for method, args in calls:
-                    await _call_engine(client, member.remote, method, args)
+                for group in _groups([("wake_up", (None,)), *self.state.pause.replay()]):
+                    await _call_engine(client, member.remote, group)
 
     async def _call_one(self, replica: CalledReplica, call: StageCall) -> Any:
         member, engine_key, client = replica
@@ -270,7 +271,7 @@ class StageCalls:
             # The call must not overtake earlier ones.
             await asyncio.wait([catching_up])
         try:
-            result = await _call_engine(client, member.remote, call.method, call.args)
+            [result] = await _call_engine(client, member.remote, [(call.method, call.args)])
         except ReplicaError as error:
             return error
         if _clears_prefix_cache(call.method, call.args, result):
@@ -284,11 +285,27 @@ def _told(wanted: ReplicaState, weights: str) -> ReplicaState:
     return replace(wanted, state=replace(wanted.state, weights=weights))
 
 
-async def _call_engine(client: EngineClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
-    """Call an engine. Adapter files of a local engine are checked first, as a replica server does for a remote one."""
+def _groups(calls: list[EngineCall]) -> Iterator[list[EngineCall]]:
+    """Calls that are sent at once: each that may resume, and the next one, which may pause.
+
+    An engine makes all calls that have arrived before its next step, so it computes nothing between these.
+    """
+    group: list[EngineCall] = []
+    for call in calls:
+        group.append(call)
+        if call[0] not in _RESUMING:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+async def _call_engine(client: EngineClient, remote: bool, calls: list[EngineCall]) -> list[Any]:
+    """Make calls at once. Adapter files of a local engine are checked first; a replica server does so itself."""
+    method, args = calls[0]
     if method == "add_lora" and not remote and (why := await asyncio.to_thread(adapter_mismatch, args[0])):
         raise AdapterFilesError(why)
-    return await client.call(method, *args)
+    return await asyncio.gather(*(client.call(method, *args) for method, args in calls))
 
 
 def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> bool:

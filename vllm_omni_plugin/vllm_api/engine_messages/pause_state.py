@@ -90,5 +90,6 @@ class PauseState(Struct):
     def undo(self) -> list[EngineCall]:
         """The calls that bring an engine from this state to that of a fresh one."""
         if self.asleep:
-            return [("wake_up", (None,)), ("resume_scheduler", ())]
+            # It also resumes.
+            return [("wake_up", (None,))]
         return [] if self.pause_mode is None else [("resume_scheduler", ())]
