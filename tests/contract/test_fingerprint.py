@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import MultiModalConfig
+from vllm.config import MultiModalConfig, PoolerConfig
 
 from tests.contract.configs import LLAMA, vllm_config, write_model
 from tools.wire_frames import FOLDER
@@ -100,10 +100,45 @@ def test_quantization_while_loading_is_told_as_vllm_names_it(model: Path, method
     assert fingerprint(config, 0)["quantization"] == str(method)
 
 
+ONLINE = {"quantization": "online", "quantization_config": {"linear": "fp8_per_tensor"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        ({"quantization_config": {"linear": "fp8_per_block"}}, ["quantization config"]),
+        ({"quantization_config": {"linear": "fp8_per_tensor", "ignore": ["lm_head"]}}, ["quantization config"]),
+        ({"quantization_config": {"linear": {"weight": "fp8_per_tensor_static"}}}, []),
+    ],
+)
+def test_quantization_while_loading_is_the_same_if_that_of_each_layer_is(
+    model: Path, arguments: dict[str, Any], fields: list[str]
+) -> None:
+    assert between(vllm_config(model, **ONLINE), vllm_config(model, **(ONLINE | arguments))) == fields
+
+
+@pytest.mark.parametrize(
+    ("pooling", "fields"),
+    [
+        ({"seq_pooling_type": "MEAN"}, ["pooling"]),
+        ({"use_activation": False}, ["pooling"]),
+        pytest.param({"seq_pooling_type": "LAST"}, [], id="what the model has by default"),
+        pytest.param({"enable_flash_late_interaction": False}, [], id="which kernel"),
+        pytest.param({"max_embed_len": 8}, [], id="a limit of the head"),
+    ],
+)
+def test_how_embeddings_are_pooled_must_be_the_same(model: Path, pooling: dict[str, Any], fields: list[str]) -> None:
+    plain = {"runner": "pooling", "convert": "embed"}
+    other = vllm_config(model, **plain, pooler_config=PoolerConfig(**pooling))
+    assert between(vllm_config(model, **plain), other) == fields
+
+
 @pytest.mark.parametrize(
     ("arguments", "fields"),
     [
         ({"dtype": "bfloat16"}, ["dtype"]),
+        ({"code_revision": "other"}, ["code revision"]),
+        ({"max_model_len": -1}, []),
         ({"max_model_len": 128}, ["max model length"]),
         ({"enable_lora": True, "max_lora_rank": 8}, ["LoRA"]),
         ({"enable_prompt_embeds": True}, ["prompt embeddings"]),

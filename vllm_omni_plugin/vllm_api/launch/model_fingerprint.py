@@ -26,6 +26,8 @@ _SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", 
 """Load formats that read the usual files of a checkpoint."""
 _PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
 _LONGEST_TEXT = 200
+_NOT_IN_VECTORS = ("pooling_type", "enable_flash_late_interaction", "enable_chunked_processing", "max_embed_len")
+"""What of the pooler's configuration says the same as another field, chooses a kernel, or is of the front end."""
 _LOCAL = "local files "
 
 
@@ -46,14 +48,17 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         "model": f"local files of {', '.join(model.model_arch_config.architectures or ())}" if is_local else name,
         "revision": (name if is_local else _commit(model) or str(model.revision))
         + (f" with {model.model_weights}" if model.model_weights else ""),
+        "code revision": str(model.code_revision),
         "load format": "auto" if load_format in _SAME_FILES else load_format,
         "hf-overrides": _overrides(model.hf_overrides),
         "tokenizer": _identity(model.tokenizer, _tokenizer_digest),
         "tokenizer mode": str(model.tokenizer_mode),
         "runner": f"{model.runner_type}, convert {model.convert_type}",
+        "pooling": _pooling(model.pooler_config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": _quantization(model),
+        "quantization config": _short(str(model.quantization_config)),
         "max model length": str(model.max_model_len),
         # Without it an engine computes a prompt of embeddings from the tokens that such a prompt does not have.
         "prompt embeddings": str(model.enable_prompt_embeds),
@@ -75,6 +80,12 @@ def _quantization(model: Any) -> str:
     """The checkpoint's own method: which of its kernels vLLM resolves from it depends on the platform."""
     checkpoint = model.model_arch_config.quantization_config or {}
     return str(checkpoint.get("quant_method") or model.quantization)
+
+
+def _pooling(config: Any) -> str:
+    if config is None:
+        return "none"
+    return _short(json.dumps({name: value for name, value in vars(config).items() if name not in _NOT_IN_VECTORS}))
 
 
 def _overrides(overrides: Any) -> str:
