@@ -254,11 +254,11 @@ def test_a_decode_request_has_the_transfer_params_of_the_prefill(folder: Path, o
 
 def test_a_decodes_engine_has_a_cache_freed_that_nobody_will_fetch(own: Any) -> None:
     params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_block_ids": [[1, 2]]}
-    request = api(own, own).release(source(), params)
+    request = api(own, own).release("r-1", params)
     assert (request.abort_immediately, request.prompt_token_ids) == (True, [0])
     scheduler = SimpleNamespace(_stop_heartbeat=lambda request_id: None, _reqs_need_recv={})
     ended = Request.from_engine_core_request(request, None)
     assert NixlPullConnectorScheduler.request_finished(scheduler, ended, ()) == (False, None)
     # Its worker tells the prefill's engine that nothing of these blocks is needed.
     assert scheduler._reqs_need_recv[request.request_id][1] == []
-    assert api(own, own).release(source(), {"do_remote_prefill": False}) is None
+    assert api(own, own).release("r-1", {"do_remote_prefill": False}) is None

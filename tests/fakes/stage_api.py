@@ -81,8 +81,8 @@ class FakeStageApi(FakeEngineApi):
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         return msgspec.structs.replace(request, sampling_params={**request.sampling_params, "kv": params})
 
-    def release(self, source: Any, params: Mapping[str, Any]) -> Any:
-        return FakeRequest(source.request_id, sampling_params={"kv": params}, abort_immediately=True)
+    def release(self, request_id: str, params: Mapping[str, Any]) -> Any:
+        return FakeRequest(request_id, sampling_params={"kv": params}, abort_immediately=True)
 
     def without_cache(self, request: Any) -> Any:
         return msgspec.structs.replace(request, sampling_params={**request.sampling_params, "cache": False})

@@ -124,6 +124,19 @@ async def test_a_cache_is_freed_if_the_client_leaves_before_a_decode_is_asked() 
         assert (fleet.engine(PREFILL).caches, fleet.in_flight) == (0, 0)
 
 
+async def test_a_cache_is_freed_if_the_client_has_left_when_its_prefill_ends() -> None:
+    async with KvFleet() as fleet:
+        await fleet.request("a")
+        engine = fleet.engine(PREFILL)
+        engine.pause_reading()
+        await fleet.compute("a", PREFILL)
+        await fleet.abort("a")
+        assert engine.caches == 1
+        engine.resume_reading()
+        await fleet.settle()
+        assert (engine.caches, fleet.in_flight) == (0, 0)
+
+
 async def test_a_request_whose_wait_ends_while_a_cache_is_freed_fails() -> None:
     async with KvFleet() as fleet:
         await while_the_input_of_the_decode_is_built(fleet)

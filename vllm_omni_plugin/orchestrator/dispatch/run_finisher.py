@@ -1,6 +1,6 @@
 """Accepts the outputs of the runs of one stage, and ends runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,6 +51,8 @@ class RunFinisher:
         self._suspects = suspects
         self._runs = runs
         self._ended: list[RunEnded] = []
+        # Called with the last output of an attempt whose run has ended before.
+        self.on_late_end: Callable[[Any], None] = lambda output: None
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
         """Accept the outputs of a message of a replica, and release finished runs.
@@ -64,7 +66,9 @@ class RunFinisher:
         for output in outputs:
             run = find(output.request_id)
             if run is None:
-                if self._tag not in output.request_id and output.finish_reason is None:
+                if output.finish_reason is not None:
+                    self.on_late_end(output)
+                elif self._tag not in output.request_id:
                     # It belongs to a head that is gone, and no other process would end it.
                     self.abort_at(member, [output.request_id])
                 continue

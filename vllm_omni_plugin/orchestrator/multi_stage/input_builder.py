@@ -1,7 +1,7 @@
 """Builds the inputs of stages on threads, so that the orchestrator's loop never waits for a transform."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -119,12 +119,13 @@ class StageInputBuilder:
 
         self._threads[stage.id].submit(run)
 
-    def releases(self, state: PipelineRequestState) -> Iterator[tuple[int, Any]]:
-        """The requests of a decode stage that free a cache for which no decode was asked; its lease would keep it."""
+    def releases(
+        self, request_id: str, params: Mapping[str, Any] | None, asked: Collection[int]
+    ) -> Iterator[tuple[int, Any]]:
+        """The requests of decode stages that free a cache which none was asked to fetch; its lease would keep it."""
         for stage_id, name in self._names.items():
-            run, params = state.runs.get(stage_id), state.cache_params
-            if name == BuiltInTransform.KV_TRANSFER and params is not None and (run is None or not run.attempts):
-                request = self.apis[stage_id].release(state.request, params)
+            if name == BuiltInTransform.KV_TRANSFER and params is not None and stage_id not in asked:
+                request = self.apis[stage_id].release(request_id, params)
                 if request is not None:
                     yield stage_id, request
 

@@ -1,6 +1,6 @@
 """Requests of a pipeline: each runs through the stages it needs; their outputs become inputs of the next stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as mess
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
-from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage, StageOutput
+from vllm_omni_plugin.pipeline import Modality, Stage, StageOutput
 
 logger = init_logger(__name__)
 
@@ -46,9 +46,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self._metrics = metrics
         self._clock = clock
         self._default_plan = plan_request(pipeline, None)
-        self._decodes = frozenset(
-            stage.id for stage in pipeline.stages if pipeline.transform_of(stage) == BuiltInTransform.KV_TRANSFER
-        )
 
     def submit(self, message: messages.SubmitRequest) -> None:
         if message.request.abort_immediately:
@@ -113,6 +110,11 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             for decode in state.plan.downstream[stage_id]:
                 if (run := state.runs.get(decode.id)) is not None:
                     self._dispatchers[decode.id].take_back_cache(run)
+
+    def free_cache(self, request_id: str, params: Mapping[str, Any] | None, asked: Collection[int] = ()) -> None:
+        """Have the cache freed that a prefill has left, if none of the stages that were `asked` is a decode of it."""
+        for stage_id, request in self._input_builder.releases(request_id, params, asked):
+            self.runs_ended(stage_id, self._dispatchers[stage_id].submit(StageRun(request_id, request, self._clock())))
 
     def close(self) -> None:
         states = list(self.states.values())
@@ -297,7 +299,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
         api, cached_tokens = self._apis[stage.id], state.cached_tokens
-        if cached_tokens is not None and run.is_given_cache and stage.id in self._decodes:
+        if cached_tokens is not None and run.is_given_cache:
             # Later attempts compute the prompt themselves, and report the right number.
             api.set_cached_tokens(output, cached_tokens)
         if not run.finished:
@@ -369,9 +371,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self._drop(state.request_id)
         for stage_id, run in state.runs.items():
             self._dispatchers[stage_id].finisher.abort((run,))
-        for stage_id, request in self._input_builder.releases(state):
-            release = StageRun(state.request_id, request, self._clock())
-            self.runs_ended(stage_id, self._dispatchers[stage_id].submit(release))
+        asked = {stage_id for stage_id, run in state.runs.items() if run.attempts}
+        self.free_cache(state.request_id, state.cache_params, asked)
         self._report_end(state, error)
 
     def _report_end(self, state: PipelineRequestState, error: Exception | None) -> None:

@@ -64,7 +64,7 @@ class StageApi(EngineApi, ABC):
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         """A copy of a decode stage's request with the prefill stage's `kv_transfer_params`. Not for Python stages."""
 
-    def release(self, source: Any, params: Mapping[str, Any]) -> Any | None:
+    def release(self, request_id: str, params: Mapping[str, Any]) -> Any | None:
         """A request by which a decode's engine has a prefill's engine free a cache, or None if that keeps it for
         nobody."""
         return None

@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 from vllm.inputs import embeds_input, tokens_input
+from vllm.sampling_params import SamplingParams
 from vllm.tasks import GENERATION_TASKS
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, PipelineError, Stage, StageInput, StageOutput
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import build_engine_core_request_from_tokens
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_params import INVALID, KV_TRANSFER_PARAMS, StageParams
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_prompts import NO_EMBEDDINGS, StagePrompts, length_of
@@ -121,11 +123,12 @@ class VllmStageApi(StageApi):
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), KV_TRANSFER_PARAMS: dict(params)}
         return msgspec.structs.replace(request, sampling_params=sampling_params)
 
-    def release(self, source: Any, params: Mapping[str, Any]) -> Any | None:
+    def release(self, request_id: str, params: Mapping[str, Any]) -> Any | None:
         if not params.get("do_remote_prefill"):
             return None
+        request = build_engine_core_request_from_tokens(request_id, tokens_input([0]), SamplingParams(max_tokens=1))
         # As vLLM's own server does for a request that it refuses: the scheduler tells the connector that it has ended.
-        return msgspec.structs.replace(self.with_kv_transfer(self.build_end(source), params), abort_immediately=True)
+        return msgspec.structs.replace(self.with_kv_transfer(request, params), abort_immediately=True)
 
     def without_cache(self, request: Any) -> Any:
         # The scheduler then takes no blocks from a connector either.
