@@ -176,3 +176,23 @@ def test_an_engine_that_cannot_be_configured_is_named_with_its_file(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"pipeline.yaml: stage 'refiner': .*100000") as raised:
         plans_of(f"--omni-pipeline {file} {ENGINE}")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("dtype: bfloat16", "dtype is bfloat16, and float32 there"),
+        ("kv-cache-dtype: fp8", "KV cache dtype is fp8, and auto there"),
+        ("hf-overrides: {rope_theta: 5.0}", 'hf-overrides is {"rope_theta": 5.0}, and none there'),
+    ],
+)
+def test_decode_takes_no_cache_of_another_generation(tmp_path: Path, arguments: str, named: str) -> None:
+    file = write_disaggregated(tmp_path, "", f"engine_args: {{{arguments}}}")
+    with pytest.raises(ConfigError) as caught:
+        plans_of(f"--omni-pipeline {file} {ENGINE}")
+    assert str(caught.value) == f"{file}: stage 'decode': it cannot use the KV cache of 'prefill': {named}"
+
+
+def test_decode_takes_a_cache_of_a_prefill_with_other_sizes(tmp_path: Path) -> None:
+    file = write_disaggregated(tmp_path, "engine_args: {max-model-len: 256, max-num-seqs: 2, load-format: dummy}", "")
+    assert len(plans_of(f"--omni-pipeline {file} {ENGINE}")) == 2

@@ -32,6 +32,15 @@ from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
 _GENERATE = "generate"
 _TOKENIZER_FIELDS = ("tokenizer", "tokenizer mode")
+_CACHE_FIELDS = (
+    "revision",
+    "code revision",
+    "hf-overrides",
+    "dtype",
+    "KV cache dtype",
+    "quantization",
+    "quantization config",
+)
 """Of a fingerprint."""
 
 MakeLauncher = Callable[..., Launcher]
@@ -124,6 +133,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
             python_api = PythonStageApi(stage, entry_api.decode, entry_api.encode, entry_api.end_token, cost)
             plans.append(python_plan(stage, replicas[stage.id], python_api, first_device))
             first_device += replicas[stage.id]
+    _require_same_caches(options, command.pipeline, plans)
     return tuple(plans)
 
 
@@ -197,6 +207,21 @@ def _share_devices(
             with _errors_of(options, stage):
                 taken += assign_devices(configs[stage.id], taken, replicas[stage.id])
     return taken
+
+
+def _require_same_caches(options: OmniConfig, pipeline: Pipeline, plans: Sequence[StagePlan]) -> None:
+    """Raise ConfigError if a stage would use KV caches of another generation, and so answer for two."""
+    for stage in pipeline.stages:
+        for source in pipeline.upstream(stage):
+            own, theirs = plans[stage.id].fingerprint, plans[source.id].fingerprint
+            differing = [
+                f"{name} is {own.get(name)}, and {theirs.get(name)} there"
+                for name in _CACHE_FIELDS
+                if own.get(name) != theirs.get(name)
+            ]
+            if source.output is Modality.KV_CACHE and differing:
+                with _errors_of(options, stage):
+                    raise ConfigError(f"it cannot use the KV cache of {source.name!r}: {'; '.join(differing)}")
 
 
 def _set_default_sampling(command: LoadedPipeline, configs: Mapping[int, Any]) -> None:
