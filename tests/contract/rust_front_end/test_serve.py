@@ -6,7 +6,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, OmniError, ReplicaError
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
+from vllm_omni_plugin.integration.options.admin_address import admin_address
 from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets
-from vllm_omni_plugin.integration.rust_front_end.serve import Server
+from vllm_omni_plugin.integration.rust_front_end.serve import Server, listen
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
@@ -229,6 +230,13 @@ async def test_a_front_end_that_is_killed_while_engines_load_is_replaced(start: 
         await head.starts(3)
         answers_itself(head.fleet)
         assert (await head.ask()).status_code == 200
+
+
+def test_with_any_free_port_the_operators_have_the_next_one(tiny_model: Path) -> None:
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([str(tiny_model), "--host", HERE, "--port", "0"])
+    with ExitStack() as resources:
+        port = listen(args, resources).http.getsockname()[1]
+        assert admin_address(OmniConfig(), args) == (HERE, port + 1)
 
 
 async def test_a_taken_admin_port_leaves_nothing(start: Any) -> None:

@@ -55,7 +55,7 @@ def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
 
 
 def _serve(args: argparse.Namespace, options: OmniConfig, resources: ExitStack) -> None:
-    listening = _listen(args, resources)
+    listening = listen(args, resources)
     engine_args = read_engine_args(args)
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     fleet = Fleet(
@@ -234,12 +234,15 @@ class Server:
         return DRAINING if self.drain.active else ""
 
 
-def _listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
+def listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
+    """Bind the sockets for clients, which `resources` closes. `args.port` becomes the port that was bound, for `0`."""
     _, http = setup_server(args, reuse_port=False)
     resources.callback(http.close)
     if args.uds:
         # While the file exists, nobody can listen there.
         resources.callback(Path(args.uds).unlink, missing_ok=True)
+    else:
+        args.port = http.getsockname()[1]
     grpc = None
     if args.grpc_port is not None:
         # As vLLM does: beside HTTP, or on loopback if HTTP has a unix socket.
