@@ -85,12 +85,20 @@ def _seconds(text: str) -> float:
 
 def _tenant(headers: Headers, names: Sequence[str]) -> str:
     for name in names:
-        if tenant := headers.get(name.lower().encode(), b"").decode("latin-1").strip():
+        if tenant := _text(headers.get(name.lower().encode(), b"")).strip():
             return tenant
     scheme, _, key = headers.get(_AUTHORIZATION, b"").decode("latin-1").partition(" ")
     if scheme.lower() == _BEARER and key:
         return f"key-{sha256(key.encode()).hexdigest()[:_KEY_DIGITS]}"
     return ""
+
+
+def _text(header: bytes) -> str:
+    """Most clients send UTF-8, though HTTP says Latin-1."""
+    try:
+        return header.decode()
+    except UnicodeDecodeError:
+        return header.decode("latin-1")
 
 
 class DeferredResponse:

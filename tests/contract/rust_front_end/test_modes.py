@@ -87,6 +87,9 @@ async def test_tenants_and_deadlines_arrive_and_engines_do_not_see_them(head: He
     assert seen == [RequestTerms("acme", 2.5)]
     [asked] = [request for link in head.fleet.links.values() for request in link.requests.values()]
     assert asked.sampling_params.extra_args is None
+    await head.ask(vllm_xargs={"X-Tenant-ID": "müller", "X-Request-Timeout": None})
+    await head.ask(vllm_xargs={"X-Tenant-ID": None, "x-gateway-fairness-id": "flow"})
+    assert seen[1:] == [RequestTerms("müller"), RequestTerms("flow")]
     refused = await head.ask(vllm_xargs={"X-Request-Timeout": "soon"})
     assert (refused.status_code, "X-Request-Timeout" in refused.json()["error"]["message"]) == (400, True)
 

@@ -20,6 +20,7 @@ def terms_reader(tenant_headers: Sequence[str]) -> Callable[[Any], RequestTerms]
 
     def read(request: Any) -> RequestTerms:
         given = take_extra_args(request, names)
-        return request_terms({name.encode(): str(value).encode() for name, value in given.items()}, tenant_headers)
+        headers = {name.encode(): str(value).encode() for name, value in given.items() if value is not None}
+        return request_terms(headers, tenant_headers)
 
     return read
