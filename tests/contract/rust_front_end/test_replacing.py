@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -13,10 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
 
 from tests.fakes.conditions import eventually
 from tests.fakes.free_ports import free_port
+from vllm_omni_plugin.integration.rust_front_end.front_end_http import FrontEndHttp
+from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
 from .head import HERE, Head, answers_itself, is_running, started_head
 
@@ -167,6 +171,23 @@ async def test_the_standby_serves_at_the_same_place(
         answers_itself(head.fleet)
         os.kill(head.serving, signal.SIGKILL)
         assert (await head.ask()).status_code == 200
+
+
+async def test_it_is_asked_with_the_certificate_of_the_server_where_clients_need_one(certificate: list[str]) -> None:
+    _, key, _, path = certificate
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=path)
+    context.load_cert_chain(path, key)
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    listening = socket.create_server((HERE, 0))
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*certificate, "--ssl-cert-reqs", "2"])
+    async with await asyncio.start_server(answer, sock=listening, ssl=context):
+        assert await FrontEndHttp(listening, args).health() == b"HTTP/1.1 200 OK\r\n"
 
 
 async def test_with_grpc(tiny_model: Path, sockets: Path) -> None:

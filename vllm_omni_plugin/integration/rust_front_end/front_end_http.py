@@ -19,7 +19,15 @@ class FrontEndHttp:
 
     def __init__(self, listening: socket.socket, args: argparse.Namespace) -> None:
         self._listening = listening
-        self._has_tls = bool(args.ssl_certfile)
+        self._context: ssl.SSLContext | None = None
+        if args.ssl_certfile:
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._context.check_hostname, self._context.verify_mode = False, ssl.CERT_NONE
+            if args.ssl_cert_reqs:
+                # The front end logs an error for each client without a certificate, and says itself if this cannot be
+                # read.
+                with suppress(OSError):
+                    self._context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
         keys = args.api_key or [envs.VLLM_API_KEY]
         self._key = f"Authorization: Bearer {keys[0]}\r\n" if keys[0] else ""
 
@@ -37,11 +45,8 @@ class FrontEndHttp:
         return "" if " 200 " in status else f"{status} {said}".strip() or "no answer"
 
     async def _ask(self, head: str, body: str) -> bytes:
-        listening, context = self._listening, None
-        if self._has_tls:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        # A server that wants a client's certificate refuses this one, which is an answer too.
+        listening, context = self._listening, self._context
+        # A server may refuse this client's certificate, which is an answer too.
         with suppress(OSError):
             if listening.family == socket.AF_UNIX:
                 reader, writer = await asyncio.open_unix_connection(listening.getsockname(), ssl=context)
