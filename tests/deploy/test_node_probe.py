@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 from tests.fakes.http_server import FakeServer
+from vllm_omni_plugin.orchestrator.pool.pool_member import NO_HEAD, OTHER_GENERATION
 
 from .chart import CHART, EVERYTHING, render, values
 
@@ -18,6 +19,10 @@ ADDRESS = "10.1.2.3"
 
 def replica(status: str, address: str = ADDRESS) -> dict[str, Any]:
     return {"status": status, "input_addr": f"tcp://{address}:20001" if address else ""}
+
+
+def other_generation(unused: str = "") -> dict[str, Any]:
+    return replica(OTHER_GENERATION) | {"other_generation": f"revision: head has a, replica b{unused}"}
 
 
 @pytest.fixture
@@ -47,6 +52,8 @@ def probe(
         pytest.param([replica("draining")], 1, True, id="drained by an operator"),
         pytest.param([replica("error")], 1, False, id="hangs"),
         pytest.param([replica("down")], 1, False, id="lost"),
+        pytest.param([other_generation()], 1, True, id="serves for heads of another generation than the one asked"),
+        pytest.param([other_generation(f"; {NO_HEAD}")], 1, False, id="of a generation without a head"),
         pytest.param([replica("up"), replica("error")], 2, False, id="one of two"),
         pytest.param([replica("up"), replica("up")], 2, True, id="both of two"),
         pytest.param(

@@ -4,9 +4,11 @@ import json
 import os
 import sys
 import urllib.request
+from typing import Any
 
 TIMEOUT_S = 5
 IN_SERVICE = ("up", "draining")
+OTHER_GENERATION, UNUSED = "other-generation", "no head of its kind"
 
 
 def main() -> str | None:
@@ -22,14 +24,21 @@ def main() -> str | None:
     except OSError as error:
         return f"no head answers: {error}"
     prefixes = (f"tcp://{address}:", f"tcp://[{address}]:")
-    states = [
-        replica["status"]
+    own = [
+        replica
         for replica in replicas
         if replica["input_addr"].startswith(prefixes) or address in replica.get("machines", ())
     ]
-    if sum(state in IN_SERVICE for state in states) < int(os.environ["OMNI_REPLICAS"]):
-        return f"of {os.environ['OMNI_REPLICAS']} engines at {address}: {states or 'none has joined'}"
+    if sum(map(serves, own)) < int(os.environ["OMNI_REPLICAS"]):
+        states = [replica["status"] for replica in own] or "none has joined"
+        return f"of {os.environ['OMNI_REPLICAS']} engines at {address}: {states}"
     return None
+
+
+def serves(replica: dict[str, Any]) -> bool:
+    """Also for heads of another generation than the one that was asked."""
+    status = replica["status"]
+    return status in IN_SERVICE or (status == OTHER_GENERATION and UNUSED not in replica["other_generation"])
 
 
 sys.exit(main())

@@ -19,6 +19,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import (
     ASLEEP_CORDON,
     DRAIN_CORDON,
     LATE_CORDON,
+    NO_HEAD,
     STALL_CORDON,
     PoolMember,
 )
@@ -225,7 +226,7 @@ class RemoteReplicaKeeper:
         return True
 
     def _show_generation(self) -> None:
-        unused = "; no head of its kind" if self.info.in_use is False else ""
+        unused = f"; {NO_HEAD}" if self.info.in_use is False else ""
         self.member.other_generation = self._differences and self._differences + unused
 
     @property

@@ -40,6 +40,8 @@ CORDON_REASONS = {
 """Why a replica is cordoned and uncordoned, in words."""
 OTHER_GENERATION = "other-generation"
 """What users see instead of the status of a replica that only heads of another generation use."""
+NO_HEAD = "no head of its kind"
+"""At the end of the differences of such a replica while none uses it; the probe of the chart's nodes looks for it."""
 
 _STAGE_STRIDE = 10_000
 """More than the replicas that one head can have sockets for."""
