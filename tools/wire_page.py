@@ -5,12 +5,11 @@ python -m tools.wire_page
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
 from msgspec import Struct
-from msgspec.structs import fields
 
 from vllm_omni_plugin.coordinator.protocol import control_messages, head_messages
 from vllm_omni_plugin.replicas.control import lease_messages
@@ -41,21 +40,16 @@ def page(text: str) -> str:
 def _list(title: str, structs: Iterable[type[Struct]], listed: list[type[Struct]]) -> str:
     rows = []
     for struct in structs:
-        rows.append(f"- `{struct.__name__}`: see above.\n" if struct in listed else _row(struct, listed))
+        rows.append(f"- `{struct.__name__}`: see above.\n" if struct in listed else _row(struct))
         listed.append(struct)
     return f"\n### {title}\n\n{''.join(rows)}"
 
 
-def _row(struct: type[Struct], listed: Sequence[type[Struct]]) -> str:
+def _row(struct: type[Struct]) -> str:
     meaning, *further = (" ".join(part.split()) for part in (inspect.getdoc(struct) or "").split("\n\n"))
     (if_lost,) = (part.removeprefix("If lost: ") for part in further if part.startswith("If lost: "))
     meaning = re.sub(r"^(Head|Server) to (server|head): ", "", meaning)
-    base = next((base for base in struct.__mro__[1:] if base in listed), None)
-    inherited = {field.name for field in fields(base)} if base else set()
-    keys = [f"those of `{base.__name__}`"] if base else []
-    keys += [f"`{field.encode_name}`" for field in fields(struct) if field.name not in inherited]
-    listed_keys = f" ({', '.join(keys)})" if keys else ""
-    return f"- `{struct.__name__}`{listed_keys}: {meaning} *Lost*: {if_lost}\n"
+    return f"- `{struct.__name__}`: {meaning} *Lost*: {if_lost}\n"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from .source_tree import PACKAGE, ROOT
 _MAP = (ROOT / "docs" / "map.md").read_text()
 _ROWS = [row for row in _MAP.splitlines() if row.startswith("- ")]
 _PLACE = re.compile(r"`([\w/]+\.(?:py|js|json))(?::([^`]+))?`((?:, `(?![\w/]+\.(?:py|js|json)\b)[^`]+`)*)")
+_STEP = "→"
 _QUOTED = re.compile(r"`([^`]+)`")
 _LIMIT = re.compile(r"(?<=[`:])(_?[A-Z][A-Z_]+)=([^`]+)`")
 _CLASS_OR_METHOD = re.compile(r"[A-Z]\w*[a-z]\w*(\.\w+)?")
@@ -62,17 +63,38 @@ def test_every_flag_is_in_the_map() -> None:
 
 
 def test_every_file_and_name_of_the_map_exists() -> None:
-    known, missing = modules(), []
+    everywhere = {name for path in modules().values() for name in defined(path)}
+    missing = []
     for file, names in places(_MAP):
-        if not (path := ROOT / PACKAGE / file).is_file():
+        path = next((folder / file for folder in (ROOT / PACKAGE, ROOT) if (folder / file).is_file()), None)
+        if path is None:
             missing.append(file)
         elif names:
-            missing += [f"{file}:{name}" for name in names if name.partition("=")[0] not in defined(path)]
-    everywhere = {name for path in known.values() for name in defined(path)}
-    quoted = {
-        name for row in _ROWS for name in _QUOTED.findall(_PLACE.sub("", row)) if _CLASS_OR_METHOD.fullmatch(name)
-    }
-    assert missing + sorted(quoted - everywhere) == []
+            missing += [f"{file}:{name}" for name in names if _steps(name)[0] not in defined(path)]
+    for row in _ROWS:
+        quoted = _QUOTED.findall(_PLACE.sub("", row))
+        missing += [name for name in quoted if _CLASS_OR_METHOD.fullmatch(name) and name not in everywhere]
+        missing += [f"{step} in a path" for path in _paths(row) for step in path if step not in everywhere]
+    assert missing == []
+
+
+def test_the_map_says_in_which_file_each_step_of_a_path_is() -> None:
+    known = modules()
+    said = {_steps(name)[0].partition(".")[0] for file, names in places(_MAP) if file in known for name in names}
+    unplaced = set()
+    for row in _ROWS:
+        in_row = {name for file, _ in places(row) if file in known for name in defined(known[file])}
+        unplaced |= {step.partition(".")[0] for path in _paths(row) for step in path} - said - in_row
+    assert sorted(unplaced) == []
+
+
+def _paths(row: str) -> list[list[str]]:
+    return [_steps(quoted.rpartition(":")[2]) for quoted in _QUOTED.findall(row) if _STEP in quoted]
+
+
+def _steps(path: str) -> list[str]:
+    """The names of a path of calls, `first→second`; or one name, without its value."""
+    return path.partition("=")[0].split(_STEP)
 
 
 def test_a_limit_has_the_value_that_the_map_says() -> None:
