@@ -18,6 +18,6 @@ Words of code, metrics and JSON:
     peer, other head: the other end of a connection; another head.
     lease, session: a head's right to use a replica; its connection to the coordinator.
     generation: heads and replicas that are equal in all that is compared; an upgrade makes another one with the same
-        model and stages.
+        model and stages. `is_other_generation` compares one stage, `Attach.generation` names what all stages have.
     incarnation, host slot, number: one start of an engine; its place on its machine; what it keeps over restarts.
 """

@@ -18,7 +18,11 @@ class Call(Protocol):
 
 
 class World(Protocol):
-    """A pipeline as its client and its operator see it. All requests are alike."""
+    """A pipeline as its client and its operator see it. All requests are alike.
+
+    Its worlds: `Played` in tests/orchestrator/, `Head` and `KvHead` in tests/sim/protocol/, `ExampleWorld` in
+    tests/engine/.
+    """
 
     async def ask(self) -> Any:
         """Return the answer to a request."""

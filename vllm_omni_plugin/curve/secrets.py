@@ -50,7 +50,8 @@ class KeyPair(NamedTuple):
 class Secrets:
     """Keys derived from one or two secrets. Does not keep the secrets themselves. Immutable.
 
-    A server uses the first secret and admits clients with either. A client tries both.
+    A server uses the first secret and admits clients with either. A client tries both, see `CoordinatorLink` and
+    `open_control_link`.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:

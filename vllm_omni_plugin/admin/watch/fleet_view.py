@@ -80,7 +80,7 @@ class TokenRates:
 
 @dataclass
 class FleetView:
-    """Computes the state on request, from data that any thread may read. `head` has its name and versions."""
+    """Computes the state for `page.js` and `top.py`, from data that any thread may read. `head`: its name, versions."""
 
     orchestrator: Orchestrator
     drain: HeadDrain

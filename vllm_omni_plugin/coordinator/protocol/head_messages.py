@@ -47,6 +47,7 @@ ENGINE_KEYS = 2**53
 # This many rows with the longest addresses fit into MAX_HEAD_FRAME_BYTES.
 ROWS_PER_FRAME = 400
 MAX_REPORTED_ADAPTERS = 12
+# Cut by `WorkExchange`; an older reader refuses more.
 MAX_ADAPTER_CHARS = 40
 MAX_HOST_SLOTS = 1024
 MAX_HEAD_FRAME_BYTES = 256 * 1024

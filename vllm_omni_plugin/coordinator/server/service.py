@@ -33,6 +33,7 @@ logger = init_logger(__name__)
 BATCH_FRAMES = 256
 # Lateness below this part of the heartbeat timeout is scheduling noise.
 LATENESS_TOLERANCE_FRACTION = 0.1
+"""Of the heartbeat timeout: by how much `_tick` may be late before silent peers get that time in addition."""
 _STALE = "older than the table's row, or DOWN of an unknown replica"
 _NO_SESSION = "from a head without a session on this connection"
 

@@ -20,7 +20,7 @@ class GracefulShutdown:
     """Lets requests finish. Aborts those that do not finish in time, with the finish reason "abort" as vLLM does.
 
     New requests fail with 503 once it is `ending`. `wait_for_requests`, `cancel_wait` and `abort_all` are called in the
-    thread that shuts the fleet down, everything else on AsyncLLM's loop.
+    thread that shuts the fleet down (`FleetClient.shutdown` has the order), everything else on AsyncLLM's loop.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ class FleetAdapters:
 
     Args:
         changed: called after each change of the attributes. It must complete the future, if there is one, when the
-            front end has the adapters of the fleet.
+            front end has the adapters of the fleet: `RustFrontEnd.adapters_changed`, which makes it load them.
 
     Attributes:
         in_fleet: the adapters that requests can name, by name.

@@ -33,7 +33,7 @@ class LocalStage:
 
 
 class LocalReplicas:
-    """Keeps the local replicas of all stages in service. Lives on the orchestrator's loop."""
+    """Keeps the local replicas of all stages in service, with an `EngineKeeper` each, on the orchestrator's loop."""
 
     def __init__(self, orchestrator: Orchestrator, stages: Sequence[LocalStage], timing: Timing) -> None:
         self._orchestrator = orchestrator

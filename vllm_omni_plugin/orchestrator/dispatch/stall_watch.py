@@ -21,7 +21,7 @@ class StallWatch:
     A replica has stalled if it owes this head an output, and has given no sign for too long (`timeout` seconds at
     least; 0: never) that it computes anything, see `Progress`. Whether it computes for other heads is known only from
     their reports. `is_halted`: an operator call keeps the engines from computing. `wake_at` asks for a call of
-    `take_stalled`.
+    `take_stalled`, by `Orchestrator.tick`, which takes the replicas out.
     """
 
     def __init__(

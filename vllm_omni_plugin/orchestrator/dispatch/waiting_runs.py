@@ -21,7 +21,7 @@ the first of its class: its next request starts before those of tenants that hav
 
 
 class WaitReason(Enum):
-    """Why a run waits, and with that how its wait ends when its time is over."""
+    """Why a run waits, and with that how its wait ends when its time is over, see `next_step`."""
 
     NO_REPLICA = "no replica serves"
     """Refused after `--omni-replica-wait`."""

@@ -35,7 +35,7 @@ class AbortedElsewhere:
 
 
 async def notify(put: Callable[[Any], None], update: EngineStateUpdate | AbortedElsewhere | None) -> None:
-    """Send an update to the front end; returns when it is applied, or after 10 seconds."""
+    """Send an update to the front end, see `FrontEnd.give`; returns when it is applied, or after 10 seconds."""
     if update is not None:
         put(update)
         with suppress(TimeoutError):

@@ -92,7 +92,7 @@ class CachePollClient:
         self.poll()
 
     def poll(self) -> None:
-        """Request the next changes; repeated with each heartbeat, since the poll or its answer may be lost."""
+        """Request the next changes; `RemoteReplica` repeats it with each heartbeat, as it or its answer may be lost."""
         self._send(PollCache(self._lease, self._cursor))
 
 

@@ -100,7 +100,7 @@ class Meetings:
         return [*answers, *(self._to_all() if self.plan != former_plan else [(peer, self.plan)])]
 
     def tick(self, now: float) -> None:
-        """Look for silent machines; at least every heartbeat interval."""
+        """Look for silent machines, for `MeetingHost.watch`; at least every heartbeat interval."""
         if self.plan.meeting and not self.broken:
             self.broken = self.silent(now, self._timeout)
 

@@ -41,7 +41,10 @@ def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str
 
 
 def is_other_generation(head: Mapping[str, str], replica: Mapping[str, str]) -> bool:
-    """Whether two different fingerprints may be in one fleet, as before and after an upgrade."""
+    """Whether two different fingerprints of a stage may be in one fleet, as before and after an upgrade.
+
+    `Attach.generation` names what all stages of a head have.
+    """
     return all(head.get(name) == replica.get(name) for name in _SAME_IN_ALL_GENERATIONS)
 
 
@@ -83,8 +86,8 @@ class AttachedHeads:
         self._resetting = False
         # What heads have told the engine.
         self._told = NOTHING_TOLD
-        # Of the heads that have leases.
-        self._generation = ""
+        # That of all stages, of the heads that have leases.
+        self._heads_generation = ""
         self._first_incarnation: int | None = None
         self._machines: Sequence[str] = ()
         self._last_lost: tuple[bytes, int] | None = None
@@ -195,7 +198,7 @@ class AttachedHeads:
             self._close_ports(lease.slot)
             return wire.AttachRefused(str(error), lasting=False)
         if message.generation or len(self._leases) == 1:
-            self._generation = message.generation
+            self._heads_generation = message.generation
         self._on_attach(message.replica_id)
         return attached
 
@@ -208,7 +211,7 @@ class AttachedHeads:
         if differing := differences(message.fingerprint, own):
             reason = "; ".join(differing)[: wire.MAX_TEXT_CHARS]
             return wire.AttachRefused(reason, True, is_other_generation(message.fingerprint, own))
-        if self._leases and self._generation and message.generation not in ("", self._generation):
+        if self._leases and self._heads_generation and message.generation not in ("", self._heads_generation):
             # What operators decide reaches the heads of one generation, and must not reach engines of another one.
             return wire.AttachRefused(
                 "heads whose pipeline differs in another stage use it: give each of the two pipelines its own replicas "
