@@ -172,6 +172,16 @@ def test_all_machines_drain_when_one_leaves_and_end_when_all_have_drained(group:
     assert group.report(peer(0), report(0), now=4.0) == [(peer(0), leave)]
 
 
+@pytest.mark.parametrize("failed", [0, 7])
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_all_machines_drain_when_one_leaves_between_meetings(group: Meetings, failed: int, ends_first: bool) -> None:
+    group.report(peer(1), report(1, running=7, failed=failed, reason="SIGKILL"), now=1.0)
+    answers = group.end(7) if ends_first else []
+    answers += group.report(peer(2), report(2, leaving=True), now=1.0)
+    answers += [] if ends_first else group.end(7)
+    assert [(to, plan.meeting, plan.drain) for to, plan in answers[-3:]] == [(peer(rank), 0, True) for rank in range(3)]
+
+
 def test_the_end_of_a_broken_meeting_says_why_but_not_at_length(group: Meetings) -> None:
     group.report(peer(1), report(1, running=7, failed=7, reason="r" * MAX_TEXT_CHARS), now=1.0)
     ended = group.end(7)

@@ -5,10 +5,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,155 +19,16 @@ from tests.fakes.engines import FakeProcess
 from tests.fakes.free_ports import free_port
 from tests.replicas.remote_server import RemoteApi
 from tests.replicas.server.conftest import FINGERPRINT
-from tests.replicas.server.engines import ServedFakeLauncher
-from vllm_omni_plugin.errors import ConfigError, OmniError, ReplicaError
+from tests.replicas.server.groups import MACHINES, RANKS, FakeRanksLauncher, Group, Machine
+from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.keep_running import Backoff
 from vllm_omni_plugin.replicas.control.control_link import ControlServer
 from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, MachineReport, MeetingPlan, ToServer
-from vllm_omni_plugin.replicas.machines.group_leader import leading
-from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine, RanksLauncher
+from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine
 from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
-from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, exit_of
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
-
-MACHINES, RANKS = 3, 2
-
-
-class FakeCoordination(FakeProcess):
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.port = number
-        self.addresses = [f"in {number}", f"out {number}"]
-
-    def end(self) -> None:
-        self.kill()
-
-
-@dataclass
-class FakeRanksLauncher(ServedFakeLauncher):
-    """Starts the ranks of one machine. `met` has the coordinations of its meetings; `slow_end` holds up their end."""
-
-    meeting_address: tuple[str, int] = ("127.0.0.1", 0)
-    machines: int = MACHINES
-    ranks: int = RANKS
-    layout: Mapping[str, str] = field(default_factory=lambda: {"--data-parallel-size": "6"})
-    coordinations: list[FakeCoordination] = field(default_factory=list)
-    met: list[tuple[int, Sequence[str]]] = field(default_factory=list)
-    slow_end: threading.Event = field(default_factory=threading.Event)
-    not_coordinated: int = 0
-
-    def coordinate(self) -> FakeCoordination:
-        if self.not_coordinated:
-            self.not_coordinated -= 1
-            raise ReplicaError("vLLM's coordinator did not start")
-        self.coordinations.append(FakeCoordination(len(self.coordinations) + 1))
-        return self.coordinations[-1]
-
-    def meet_in(self, meeting: int, port: int, coordinator: Sequence[str]) -> None:
-        self.met.append((port, coordinator))
-
-    def end_ranks(self) -> None:
-        self.slow_end.wait(30)
-
-    def close(self) -> None:
-        super().close()
-        for coordination in self.coordinations:
-            coordination.die()
-            os.close(coordination.sentinel)
-
-
-class Machine:
-    """One machine, whose ranks wait for the next meeting as soon as they have ended.
-
-    It drains at once, or later if it `is_busy`. Ranks that are `late` come with `start_rank`.
-    """
-
-    def __init__(self, rank: int, port: int, late: int = 0) -> None:
-        self.launcher = FakeRanksLauncher(meeting_address=("127.0.0.1", port))
-        self.launcher.slow_end.set()
-        assert isinstance(self.launcher, RanksLauncher)
-        setup = setup_of({}, self.launcher.layout)
-        settings = MachineSettings(rank, f"10.0.0.{rank}", f"tcp://127.0.0.1:{port}", setup, None, 0.05, 10.0)
-        self._executor = ThreadPoolExecutor(2 * RANKS + 3)
-        lead = partial(leading, settings, self.launcher, self._executor, time.monotonic) if rank == 0 else nullcontext
-        self.reasons: list[str] = []
-        self.is_busy = self.draining = False
-        self.machine = GroupMachine(settings, self.launcher, self._executor, time.monotonic, self._drain, lead)
-        self.running = asyncio.create_task(self.machine.run(60.0))
-        self._ranks: list[asyncio.Task[None]] = []
-        for _ in range(RANKS - late):
-            self.start_rank()
-
-    def start_rank(self) -> None:
-        self._ranks.append(asyncio.create_task(self._rank(len(self._ranks))))
-
-    @property
-    def alive(self) -> list[FakeProcess]:
-        return [engine.process for engine in self.launcher.engines if not engine.ended]
-
-    def kill(self) -> None:
-        """As SIGKILL of its command does, which its ranks end with."""
-        self.running.cancel()
-        for task in self._ranks:
-            task.cancel()
-
-    async def close(self) -> None:
-        self.launcher.slow_end.set()
-        self.kill()
-        with suppress(asyncio.CancelledError, OmniError):
-            await self.running
-        await asyncio.wait(self._ranks)
-        self._executor.shutdown()
-        self.launcher.close()
-
-    def _drain(self) -> None:
-        if not self.draining and not self.is_busy:
-            self.draining = True
-            for task in self._ranks:
-                task.cancel()
-
-    async def _rank(self, index: int) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            with suppress(ReplicaError):
-                async with self.machine.turn(index):
-                    process = await loop.run_in_executor(self._executor, self.machine.start, index)
-                try:
-                    await exit_of(process)
-                    self.reasons.append(process.exit_reason())
-                    await loop.run_in_executor(self._executor, process.shutdown, 0.0)
-                except asyncio.CancelledError:
-                    await loop.run_in_executor(self._executor, process.shutdown, None if self.draining else 0.0)
-                    raise
-
-
-class Group:
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.machines: dict[int, Machine] = {}
-        self._former: list[Machine] = []
-
-    def start(self, rank: int, late: int = 0) -> Machine:
-        if rank in self.machines:
-            self._former.append(self.machines[rank])
-        self.machines[rank] = Machine(rank, self.port, late)
-        return self.machines[rank]
-
-    async def met(self, after: int = 0) -> int:
-        """The number of the meeting in which all ranks compute, a later one than `after`."""
-
-        def number() -> int:
-            met = {machine.launcher.met[-1][0] if machine.launcher.met else 0 for machine in self.machines.values()}
-            all_run = all(len(machine.alive) == RANKS for machine in self.machines.values())
-            return met.pop() if all_run and len(met) == 1 and len(self.machines) == MACHINES and max(met) > after else 0
-
-        return await eventually(number, "all ranks of all machines compute together")
-
-    async def close(self) -> None:
-        for machine in (*self._former, *self.machines.values()):
-            await machine.close()
 
 
 @pytest.fixture
@@ -269,6 +129,41 @@ async def test_a_machine_that_is_told_to_end_drains_all_and_no_rank_ends_before_
     group.machines[lasts].is_busy = False
     await eventually(lambda: all(process.ended for process in processes))
     assert not any(process.killed for process in processes)
+
+
+@pytest.mark.parametrize("rank", range(MACHINES))
+async def test_a_machine_that_is_told_to_end_between_meetings_ends_all(
+    empty: Group, rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_omni_plugin.replicas.machines.meeting_host.REMIND_AFTER_S", 0.01)
+    caplog.set_level("INFO")
+    machines = [empty.start(0), empty.start(1), empty.start(2, late=1)]
+    await eventually(lambda: "for machine 2 at 10.0.0.2, whose ranks do not start yet" in caplog.text)
+    machines[rank].machine.leave()
+    # Its servers, which have no request, end at once.
+    machines[rank].kill()
+    await eventually(lambda: all(machine.draining for machine in machines))
+
+
+async def test_ranks_that_end_longer_than_the_first_machine_are_not_killed(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    slow, may_end = group.machines[2].alive[0], threading.Event()
+    shut_down = slow.shutdown
+
+    def shut_down_slowly(timeout: float | None = None) -> None:
+        may_end.wait(30)
+        shut_down(timeout)
+
+    slow.shutdown = shut_down_slowly  # type: ignore[method-assign]
+    group.machines[1].machine.leave()
+    await eventually(lambda: not group.machines[0].alive)
+    await group.machines.pop(0).close()
+    await eventually(lambda: "the ranks here end by themselves" in caplog.text)
+    may_end.set()
+    await eventually(lambda: slow.ended)
+    assert not slow.killed
 
 
 async def test_a_first_start_that_fails_is_repeated_since_another_machine_may_be_the_cause(

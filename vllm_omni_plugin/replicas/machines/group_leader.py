@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
@@ -92,8 +92,9 @@ async def leading(
         if isinstance(message, MachineReport):
             leader.handle(peer, message)
 
-    with closing(listen_for_machines(launcher.meeting_address)) as listener:
+    with closing(listen_for_machines(launcher.meeting_address)) as listener, ExitStack() as stack:
         control = ControlServer(listener, settings.secrets, receive, settings.timeout)
+        stack.callback(control.close, _LINGER_S)
         leader = GroupLeader(settings, launcher, control.send, executor, clock)
         tasks = [asyncio.create_task(leader.run()), asyncio.create_task(leader.watch())]
         try:
@@ -102,4 +103,3 @@ async def leading(
             for task in tasks:
                 task.cancel()
             await finish(asyncio.gather(*tasks, return_exceptions=True))
-            control.close(_LINGER_S)

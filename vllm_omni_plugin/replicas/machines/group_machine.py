@@ -10,13 +10,17 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import zmq
 from msgspec.structs import replace
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
 from vllm_omni_plugin.replicas.engine.engine_start import Process
 from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
+
+logger = init_logger(__name__)
 
 
 class Coordination(Protocol):
@@ -66,7 +70,7 @@ class MeetingRanks:
         self._changed = threading.Condition()
         self._processes: list[Process] = []
         self._leaving = 0
-        self._may_leave = self._ended = False
+        self.may_leave = self._ended = False
         self._reason = ""
         # Readable when a rank has ended.
         self.sentinel = os.eventfd(0)
@@ -91,18 +95,18 @@ class MeetingRanks:
             self._leaving += 1
             if self.drained:
                 self._on_drained()
-            self._changed.wait_for(lambda: self._may_leave or self._ended, timeout)
+            self._changed.wait_for(lambda: self.may_leave or self._ended, timeout)
 
     def release(self) -> None:
         """The ranks of all machines have finished."""
         with self._changed:
-            self._may_leave = True
+            self.may_leave = True
             self._changed.notify_all()
 
     def break_up(self, reason: str) -> None:
         """A rank has ended. That of one after `release` is no fault."""
         with self._changed:
-            if not self._may_leave:
+            if not self.may_leave:
                 self._reason = self._reason or reason
                 os.eventfd_write(self.sentinel, 1)
 
@@ -239,11 +243,23 @@ class GroupMachine(OtherMachine):
         drained = self._attendance.running if self._ranks is not None and self._ranks.drained else 0
         return replace(super()._report(), ready=self._ready, drained=drained)
 
+    async def _report_to_first(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        try:
+            await super()._report_to_first(context)
+        except ReplicaError:
+            if self._ranks is None or not self._ranks.may_leave:
+                raise
+            logger.info("The first machine has ended; the ranks here end by themselves, and then this machine.")
+            await self._loop.create_future()
+
     def _on_message(self, message: FromServer) -> None:
+        if isinstance(message, MeetingPlan) and message.drain:
+            self._drain()
         if isinstance(message, MeetingPlan) and self._ranks is not None:
+            if self._ranks.may_leave:
+                # They end by themselves.
+                return
             if message.meeting and message.meeting == self._attendance.running:
-                if message.drain:
-                    self._drain()
                 if message.leave:
                     self._ranks.release()
             elif message.reason:

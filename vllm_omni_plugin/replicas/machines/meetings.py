@@ -94,7 +94,7 @@ class Meetings:
         self._others[report.rank] = _Machine(peer, report, now)
         # Not whether others are silent: if this process stood still, their reports are read next.
         self._look_for_ends()
-        if self.broken:
+        if self.broken and self.plan.meeting:
             return [*answers, (peer, NO_MEETING)]
         former_plan, self.plan = self.plan, self._with_leaving()
         return [*answers, *(self._to_all() if self.plan != former_plan else [(peer, self.plan)])]
@@ -146,12 +146,13 @@ class Meetings:
         if meeting != self.plan.meeting:
             return []
         self.plan = MeetingPlan(reason=self.broken[:MAX_TEXT_CHARS])
+        self.plan = self._with_leaving()
         return self._to_all()
 
     def _with_leaving(self) -> MeetingPlan:
         """The plan, with what the machines that leave make of it."""
-        reports = [self._others[rank].report for rank in self._members]
-        if not self.plan.meeting or not (self.plan.drain or any(report.leaving for report in reports)):
+        reports = [self._others[rank].report for rank in (self._members if self.plan.meeting else self._others)]
+        if not (self.plan.drain or any(report.leaving for report in reports)):
             return self.plan
         have_drained = all(report.drained == self.plan.meeting for report in reports)
         return replace(self.plan, drain=True, leave=self.plan.leave or have_drained)

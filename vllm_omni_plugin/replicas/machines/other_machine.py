@@ -122,6 +122,8 @@ class OtherMachine:
         self._changed = asyncio.Event()
         self._leaving = False
         self._done = asyncio.Event()
+        # The first machine has heard that this one leaves, or cannot.
+        self._heard = asyncio.Event()
         self._answered_at = 0.0
         self._met = False
 
@@ -134,6 +136,7 @@ class OtherMachine:
 
     def stop_now(self) -> None:
         self._done.set()
+        self._heard.set()
 
     async def run(self, first_timeout: float) -> None:
         """Take part in meetings until left or stopped.
@@ -187,6 +190,7 @@ class OtherMachine:
         def on_lost() -> None:
             lost.set()
             self._changed.set()
+            self._heard.set()
 
         async with asyncio.timeout(settings.timeout):
             link = await open_control_link(
@@ -194,16 +198,23 @@ class OtherMachine:
             )
         with closing(link):
             self._answered_at = self._clock()
-            while not lost.is_set():
-                self._changed.clear()
-                link.send(self._report())
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(settings.interval):
-                        await self._changed.wait()
-                if self._refusal:
-                    raise OmniError(f"the first machine, {settings.first}, refuses this one: {self._refusal}")
-                if self._clock() - self._answered_at > settings.timeout:
-                    raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
+            self._heard.clear()
+            try:
+                while not lost.is_set():
+                    self._changed.clear()
+                    link.send(self._report())
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(settings.interval):
+                            await self._changed.wait()
+                    if self._refusal:
+                        raise OmniError(f"the first machine, {settings.first}, refuses this one: {self._refusal}")
+                    if self._clock() - self._answered_at > settings.timeout:
+                        raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
+            finally:
+                if self._leaving and not self._heard.is_set():
+                    link.send(self._report())
+                    with suppress(TimeoutError):
+                        await finish(asyncio.wait_for(self._heard.wait(), settings.timeout))
         raise ReplicaError("the connection to it is lost")
 
     def _report(self) -> MachineReport:
@@ -224,6 +235,8 @@ class OtherMachine:
             return
         self._answered_at, self._met = self._clock(), True
         self._refusal = message.refusal
+        if message.drain or self._refusal:
+            self._heard.set()
         if self._refusal:
             self._changed.set()
             return
