@@ -185,6 +185,7 @@ def test_the_operators_server_listens_on_loopback_unless_the_operator_gave_keys(
         pytest.param("0", (), 9000, "needs vLLM's Rust front end", id="with the Python front end"),
         pytest.param("1", ("--port", "9000"), 9000, "9000 is the port of the OpenAI server", id="taken"),
         pytest.param("1", ("--port", "65535"), None, "no port after --port 65535", id="past the last port"),
+        pytest.param("1", ("--grpc-port", "8001"), None, "8001 is the port of gRPC", id="taken by gRPC"),
     ],
 )
 def test_an_admin_port_that_cannot_be_is_refused(

@@ -18,7 +18,7 @@ def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, i
 
 
 def check_admin_port(options: OmniConfig, args: argparse.Namespace) -> None:
-    """Raise ConfigError if the port is given without the Rust front end, or is the port of the front end itself."""
+    """Raise ConfigError if the port is given without the Rust front end, or is one of the front end's own."""
     if not envs.VLLM_USE_RUST_FRONTEND:
         if options.admin_port is not None:
             raise ConfigError(
@@ -31,3 +31,5 @@ def check_admin_port(options: OmniConfig, args: argparse.Namespace) -> None:
         raise ConfigError(f"argument --omni-admin-port: needed, because there is no port after --port {args.port}")
     if port == args.port and not args.uds:
         raise ConfigError(f"argument --omni-admin-port: {port} is the port of the OpenAI server (--port)")
+    if port == args.grpc_port:
+        raise ConfigError(f"argument --omni-admin-port: {port} is the port of gRPC (--grpc-port); give another one")
