@@ -138,6 +138,32 @@ async def test_time_in_which_the_head_did_not_run_does_not_count(
         assert len(head.processes) == 2
 
 
+FULL = """#!{python} -IS
+import pathlib, socket, sys
+server, requests = [
+    socket.socket(fileno=int(sys.argv[sys.argv.index(option) + 1])) for option in ("--listen-fd", "--input-listener-fd")
+]
+kept = [requests.accept()]
+client, _ = server.accept()
+for number in range(1000):
+    client.recv(100)
+    pathlib.Path({folder!r}, f"asked-{{number}}").touch()
+    client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+"""
+"""Accepts one connection, as one that has no more descriptors."""
+
+
+async def test_one_that_answers_only_those_whom_it_has_accepted_is_not_replaced(
+    tiny_model: Path, sockets: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "front_end"
+    program.write_text(FULL.format(python=sys.executable, folder=str(tmp_path)))
+    program.chmod(0o755)
+    async with started_head(tiny_model, binary=str(program)) as head:
+        await eventually((tmp_path / "asked-3").exists, "the next question")
+        assert len(head.processes) == 2
+
+
 async def test_stop_refuses_new_connections_and_lets_requests_finish(head: Head) -> None:
     running = head.ask_later(max_tokens=2)
     [request_id] = await head.requested()
@@ -187,7 +213,7 @@ async def test_it_is_asked_with_the_certificate_of_the_server_where_clients_need
     listening = socket.create_server((HERE, 0))
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([*certificate, "--ssl-cert-reqs", "2"])
     async with await asyncio.start_server(answer, sock=listening, ssl=context):
-        assert await FrontEndHttp(listening, args).health() == b"HTTP/1.1 200 OK\r\n"
+        assert await FrontEndHttp(listening, args).health() == b"HTTP/1.1 200 OK"
 
 
 async def test_with_grpc(tiny_model: Path, sockets: Path) -> None:

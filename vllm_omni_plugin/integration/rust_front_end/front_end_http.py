@@ -19,6 +19,7 @@ class FrontEndHttp:
 
     def __init__(self, listening: socket.socket, args: argparse.Namespace) -> None:
         self._listening = listening
+        self._kept: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._context: ssl.SSLContext | None = None
         if args.ssl_certfile:
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -32,30 +33,50 @@ class FrontEndHttp:
         self._key = f"Authorization: Bearer {keys[0]}\r\n" if keys[0] else ""
 
     async def health(self) -> bytes:
-        """The status line of `/health`; empty if the connection is refused."""
-        return await self._ask("GET /health HTTP/1.1\r\n", "")
+        """The status line of `/health`; empty if the connection is refused.
+
+        The connection is kept: one that has no descriptors for further ones answers its clients, and need not end.
+        """
+        is_new, headers = self._kept is None, b""
+        with suppress(OSError, EOFError):
+            try:
+                self._kept = self._kept or await self._connect()
+                reader, writer = self._kept
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                headers = await reader.readuntil(b"\r\n\r\n")
+            finally:
+                if b"content-length: 0\r\n" not in headers.lower():
+                    self.close()
+        # One that is not used for long is closed.
+        return headers.partition(b"\r\n")[0] if headers or is_new else await self.health()
+
+    def close(self) -> None:
+        """Keep no connection: who accepted it has ended."""
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
 
     async def post(self, path: str, body: dict[str, Any]) -> str:
         """Post JSON; returns the answer, which is empty if the status is 200."""
         text = json.dumps(body)
         headers = f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n{self._key}"
-        answer = (await self._ask(f"POST {path} HTTP/1.1\r\n{headers}", text)).decode(errors="replace")
-        headers, _, said = answer.partition("\r\n\r\n")
+        answer = b""
+        with suppress(OSError):
+            reader, writer = await self._connect()
+            try:
+                writer.write(
+                    f"POST {path} HTTP/1.1\r\n{headers}Host: localhost\r\nConnection: close\r\n\r\n{text}".encode()
+                )
+                answer = await reader.read()
+            finally:
+                writer.close()
+        headers, _, said = answer.decode(errors="replace").partition("\r\n\r\n")
         status = headers.partition("\r\n")[0]
         return "" if " 200 " in status else f"{status} {said}".strip() or "no answer"
 
-    async def _ask(self, head: str, body: str) -> bytes:
-        listening, context = self._listening, self._context
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         # A server may refuse this client's certificate, which is an answer too.
-        with suppress(OSError):
-            if listening.family == socket.AF_UNIX:
-                reader, writer = await asyncio.open_unix_connection(listening.getsockname(), ssl=context)
-            else:
-                host, port = listening.getsockname()[:2]
-                reader, writer = await asyncio.open_connection(_LOCAL.get(host, host), port, ssl=context)
-            try:
-                writer.write(f"{head}Host: localhost\r\nConnection: close\r\n\r\n{body}".encode())
-                return await (reader.read() if body else reader.readline())
-            finally:
-                writer.close()
-        return b""
+        if self._listening.family == socket.AF_UNIX:
+            return await asyncio.open_unix_connection(self._listening.getsockname(), ssl=self._context)
+        host, port = self._listening.getsockname()[:2]
+        return await asyncio.open_connection(_LOCAL.get(host, host), port, ssl=self._context)

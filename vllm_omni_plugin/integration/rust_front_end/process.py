@@ -226,6 +226,7 @@ class RustFrontEnd:
             yield self._until_unwell(process)
         finally:
             self._link.disconnect()
+            self._http.close()
             self.serving = None
             for applied in self._following or ():
                 complete(applied)
