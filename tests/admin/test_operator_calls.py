@@ -6,11 +6,14 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tests.admin.asgi import Client
 from vllm_omni_plugin.admin.operator_calls import AbortEverywhereMiddleware
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
+
+PATHS = ("/abort_requests", "/inference/v1/abort_requests")
 
 
 class Server:
@@ -21,10 +24,10 @@ class Server:
         refused: they cannot be notified.
     """
 
-    def __init__(self, abort_all_paths: set[str]) -> None:
+    def __init__(self, abort_all_paths: set[str], paths: Sequence[str] = PATHS) -> None:
         self.elsewhere: list[list[str]] = []
         self.refused = False
-        self._main = Starlette()
+        self._main = Starlette(routes=[Route(path, PlainTextResponse(), methods=["POST"]) for path in paths])
         self._main.state.omni_abort_elsewhere = self._abort
         self._app = AbortEverywhereMiddleware(self._echo, abort_all_paths)
 
@@ -77,3 +80,12 @@ async def test_a_call_that_the_others_cannot_get_is_refused() -> None:
     client = server.post(b'{"request_ids": ["a"]}')
     assert await client.status() == 503
     assert client.headers["retry-after"] == "5"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_call_of_a_route_that_vllm_does_not_have_aborts_nothing(path: str) -> None:
+    """vLLM checks no key at `/abort_requests`, and has this route with some flags only."""
+    server = Server(set(), paths=[each for each in PATHS if each != path])
+    client = server.post(b'{"request_ids": ["a"]}', path)
+    assert await client.status() == 200
+    assert server.elsewhere == []

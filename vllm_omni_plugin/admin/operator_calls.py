@@ -6,6 +6,7 @@ from http import HTTPStatus
 import msgspec
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_omni_plugin.admin.hold import BufferedRequest, error_response, is_request, refusal_response
@@ -64,7 +65,8 @@ class AbortEverywhereMiddleware:
     """Aborts the requests of other servers by `app.state.omni_abort_elsewhere`, then lets vLLM abort its own.
 
     If the other servers cannot be notified, the answer is a 503 with `Retry-After`, and vLLM does not see the call. A
-    call without ids aborts all requests at `abort_all_paths` only.
+    call without ids aborts all requests at `abort_all_paths` only. A call of a route that vLLM does not have does
+    nothing: vLLM checks no key at `/abort_requests`, and has it with some flags only.
     """
 
     def __init__(self, app: ASGIApp, abort_all_paths: Collection[str]) -> None:
@@ -74,7 +76,7 @@ class AbortEverywhereMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         abort: AbortElsewhere | None = (
             getattr(scope["app"].state, "omni_abort_elsewhere", None)
-            if is_request("POST", _ABORT_PATHS, scope)
+            if is_request("POST", _ABORT_PATHS, scope) and _has_route(scope)
             else None
         )
         if abort is None:
@@ -89,6 +91,10 @@ class AbortEverywhereMiddleware:
                 await refusal_response(error)(scope, request.receive, send)
                 return
         await self._app(scope, request.receive, send)
+
+
+def _has_route(scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
 class _Body(msgspec.Struct):
