@@ -93,7 +93,7 @@ class ConnectedHeads:
 
     def __init__(self, lists: ListDeltas, generation: str = "") -> None:
         self._lists = lists
-        self._generation = generation
+        self._default_generation = generation
         self._heads: dict[str, ConnectedHead] = {}
         self._by_peer: dict[bytes, ConnectedHead] = {}
         # By generation, while it has heads.
@@ -198,7 +198,7 @@ class ConnectedHeads:
         if head is None:
             if len(self._heads) >= MAX_HEADS:
                 raise TableFullError(f"there are {MAX_HEADS} heads already")
-            head = ConnectedHead(hello, hello.generation or self._generation, peer, now)
+            head = ConnectedHead(hello, hello.generation or self._default_generation, peer, now)
             self._heads[hello.head_id] = head
             self._calls.setdefault(head.generation, RelayedCalls())
         elif hello.session < head.session or (hello.session == head.session and peer != head.peer):

@@ -116,7 +116,7 @@ class WorkExchange:
             self._wake()
         rows = {row.engine: Work(row.requests, row.prefill_tokens, row.adapters) for row in message.work}
         gone = [key for key in known if key not in rows] if message.full else []
-        self._count(known, rows | dict.fromkeys(gone, NO_WORK))
+        self._sum_up(known, rows | dict.fromkeys(gone, NO_WORK))
         return self._work_of_others(self._members if is_first else (*rows, *gone))
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class WorkExchange:
         for head_id in head_ids:
             known = self._heads.pop(head_id, {})
             touched |= known
-            self._count(known, dict.fromkeys(known, NO_WORK))
+            self._sum_up(known, dict.fromkeys(known, NO_WORK))
         return self._work_of_others(touched if self._heads else self._members)
 
     def _mark_changed(self, key: int | None) -> None:
@@ -158,7 +158,7 @@ class WorkExchange:
         member = self._members.get(key)
         return NO_WORK if member is None else member.ledger.own
 
-    def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
+    def _sum_up(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
         for key, work in rows.items():
             before, others = known.get(key, NO_WORK), self._others.get(key, NO_WORK)
             _put(known, key, work)
