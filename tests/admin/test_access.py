@@ -94,9 +94,9 @@ async def test_peers_of_a_unix_socket_are_local(fleet: FakeFleet, tmp_path: Path
     [
         (b"", "it has no key"),
         (b"\n \n", "it has no key"),
-        (b"0123456789abcdef\nshort\n", "key 2 is not 16 or more characters without spaces"),
-        (b"0123456789 abcdef\n", "key 1 is not"),
-        (b"0123456789\x00abcdef\n", "key 1 is not"),
+        (b"0123456789abcdef\nshort\n", "key 2 must have 16 or more characters and no spaces"),
+        (b"0123456789 abcdef\n", "key 1 must have 16 or more"),
+        (b"0123456789\x00abcdef\n", "key 1 must have 16 or more"),
         ("0123456789äbcdef\n".encode(), "key 1 is not ASCII"),
     ],
 )

@@ -72,7 +72,7 @@ def test_devices_are_among_those_that_the_user_chose() -> None:
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("chosen", [None, [7, 5, 3]])
 def test_more_devices_than_there_are_is_an_error(chosen: list[int] | None) -> None:
-    with pytest.raises(ConfigError, match="devices 2 to 9 are needed"):
+    with pytest.raises(ConfigError, match="2 replicas of 4 devices need devices 2 to 9, and this node has fewer"):
         assign_devices(stage(world_size=4, chosen=chosen), 2, 2)
 
 
@@ -99,7 +99,9 @@ def test_numa_nodes_that_vllm_finds_are_those_of_the_devices(monkeypatch: pytest
 
 @pytest.mark.usefixtures("gpus")
 def test_a_device_without_a_numa_node_is_an_error_that_names_the_flag() -> None:
-    with pytest.raises(ConfigError, match="--numa-bind-nodes: it has 2 entries, but devices up to 3 are used"):
+    with pytest.raises(
+        ConfigError, match="--numa-bind-nodes: it has 2 entries, and must have one for each device up to 3"
+    ):
         assign_devices(stage(numa_bind=True, numa_bind_nodes=[0, 1]), 2, 2)
 
 

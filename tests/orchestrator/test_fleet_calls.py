@@ -128,7 +128,10 @@ async def test_other_heads_know_of_a_weight_update_whose_arguments_cannot_be_sen
 ) -> None:
     private = heads[1].attach(5, private=True)
     await heads[0].call("collective_rpc", "update_weights", None, ["x" * 200_000], {})
-    assert "Other heads cannot be notified of this call of collective_rpc." in caplog.text
+    assert (
+        "The call collective_rpc is not sent to other heads: its arguments must be plain JSON of at most 128 KiB."
+        in caplog.text
+    )
     assert private.calls == []
     assert heads[1].pool.member(5).cordons == {WEIGHTS_CORDON}
 
@@ -340,7 +343,7 @@ async def test_a_call_that_another_head_is_slow_to_follow_returns_with_one_warni
     await heads[0].call("resume_scheduler")
     assert heads[1].replay == [("set_weight_version", ("v2",))]
     warned = [record.getMessage() for record in caplog.records]
-    assert warned == ["Not all other heads have followed the call set_weight_version."]
+    assert warned == ["Not all other heads have confirmed the call set_weight_version in 0.01 s: see their logs."]
 
 
 async def test_calls_leave_no_objects_behind(heads: list[FakeHead]) -> None:

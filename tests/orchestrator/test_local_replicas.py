@@ -1,6 +1,7 @@
 """The replicas of this node: those that die, or do not start beside others, come back."""
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -281,7 +282,9 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_a_replica_that_is_removed_ends_and_does_not_come_back(node: Node) -> None:
+async def test_a_replica_that_is_removed_ends_and_does_not_come_back(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     await node.replicas.start()
     first, second = node.pool.members
     engine = node.engine_of(0)
@@ -294,6 +297,8 @@ async def test_a_replica_that_is_removed_ends_and_does_not_come_back(node: Node)
     assert node.pool.members == (second,)
     await eventually(lambda: engine.process.ended, "the end of its engine")
     assert node.pauses == []
+    # The operator wanted it.
+    assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 @pytest.mark.parametrize("node", [GroupLauncher], indirect=True)

@@ -201,12 +201,15 @@ async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_le
     await fleet.serving(1)
 
 
-async def test_a_removed_replica_does_not_come_back_in_that_incarnation(fleet: Fleet) -> None:
+async def test_a_removed_replica_does_not_come_back_in_that_incarnation(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")
     fleet.remote.leave(fleet.pool.members[0])
     assert replica.drain_requested
     assert fleet.pool.members == ()
+    assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == []
     await eventually(lambda: replica.closed)
     fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
     fleet.register(row(1))

@@ -48,7 +48,7 @@ def read_admin_keys(path: str, flag: str) -> list[str]:
         if not key.isascii():
             raise ConfigError(f"{place}: key {number} is not ASCII, as a header requires")
         if len(key) < MIN_KEY_CHARS or " " in key or not key.isprintable():
-            raise ConfigError(f"{place}: key {number} is not {MIN_KEY_CHARS} or more characters without spaces")
+            raise ConfigError(f"{place}: key {number} must have {MIN_KEY_CHARS} or more characters and no spaces")
     return keys
 
 
@@ -83,8 +83,8 @@ def publish_head(host: str | None, port: int, head: LocalHead) -> None:
             atexit.register(_remove, path, names, text, os.getpid())
     if len(problems) == len(paths):
         logger.warning(
-            "There is no place for the admin key of this head's user (%s): vllm-omni-plugin cannot change the fleet "
-            "without --omni-admin-key-file.",
+            "This head's own admin key cannot be saved (%s), so vllm-omni-plugin does not find it. To change the "
+            "fleet, start the head with --omni-admin-key-file.",
             "; ".join(problems),
         )
 

@@ -158,7 +158,7 @@ def user_secret() -> str:
             usable.append(path)
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
-            logger.warning("%s: the secret of links on loopback is not looked for there.", problems[-1])
+            logger.warning("The secret of links on loopback is not read from %s.", problems[-1])
     for path in usable:
         try:
             with open_user_folder(path, create=True) as folder:

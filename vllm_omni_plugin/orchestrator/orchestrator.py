@@ -255,8 +255,14 @@ class Orchestrator:
         if self.stage_pools[member.stage_id].uncordon(member, reason):
             self._began_to_serve(member)
 
-    def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:
-        """A replica is gone: its requests move or fail, each exactly once."""
+    def replica_lost(
+        self,
+        member: PoolMember,
+        reason: str,
+        status: ReplicaStatus = ReplicaStatus.DOWN,
+        level: int | None = None,
+    ) -> None:
+        """A replica is gone: its requests move or fail, each exactly once. `level` is that of the log line."""
         pool = self.stage_pools[member.stage_id]
         engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
@@ -265,7 +271,7 @@ class Orchestrator:
         # The other orphans were charged to it, but not sent yet.
         sent = [run for run in orphans if run.sent]
         loss = Loss(member, reason, len(sent), others)
-        self.events.record(EventKind.LOST, reason, member, requests=len(sent))
+        self.events.record(EventKind.LOST, reason, member, requests=len(sent), level=level)
         if served:
             self._report_old_weights(pool)
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)

@@ -172,7 +172,7 @@ class PythonStageApi(StageApi):
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "%s.cost: %r; the cost of such inputs is their size. This is logged once.",
+                    "%s.cost failed: %r. Inputs that it fails for count by their size. This is logged once.",
                     self._stage.engine,
                     error,
                 )

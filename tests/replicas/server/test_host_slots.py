@@ -78,7 +78,7 @@ def test_a_machine_without_enough_free_slots_is_an_error_and_none_stays_taken(
     first: HostSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_slots, "MOST_SLOTS", 4)
-    with pytest.raises(ConfigError, match="3 replicas were asked for, but this machine has places for 2 more"):
+    with pytest.raises(ConfigError, match="3 replicas are too many: this machine can run 2 more"):
         HostSlots(3, "10.0.0.1", "tcp://head:1")
     with HostSlots(2, "10.0.0.1", "tcp://head:1") as rest:
         assert rest.names == ("node/10.0.0.1/2", "node/10.0.0.1/3")

@@ -85,6 +85,6 @@ class OmniCoordClientForHub:
 
 def _log_problem(problem: str) -> None:
     if problem:
-        logger.warning("No replica list for now: %s; the last list remains valid", problem)
+        logger.warning("No new replica list: %s. The last one stays in use.", problem)
     else:
-        logger.info("Following the replica list")
+        logger.info("The coordinator sends its replica list.")

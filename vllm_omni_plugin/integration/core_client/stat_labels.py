@@ -51,8 +51,8 @@ class StatLabels:
         self._slots = [slot for each in manager.stat_loggers for slot in self._find(each, set())]
         if not self._children or not self._slots:
             logger.error(
-                "vLLM %s keeps its metrics otherwise than vllm-omni-plugin %s expects: replicas that join later will "
-                "be missing in vLLM's metrics. Install versions that support each other.",
+                "vLLM %s keeps its metrics in a way that vllm-omni-plugin %s does not know: replicas that join later "
+                "will be missing in vLLM's metrics. Install versions that support each other.",
                 version("vllm"),
                 version("vllm-omni-plugin"),
             )

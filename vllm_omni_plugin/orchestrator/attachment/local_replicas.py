@@ -1,6 +1,7 @@
 """The replicas that the head runs itself, on its own node."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class LocalReplicas:
         for rank in [each for each in self._keepers if each.stage_id == member.stage_id and each.replica_id in group]:
             self._keepers.pop(rank).stop(0.0)
             if rank.client is not None:
-                self._orchestrator.replica_lost(rank, "it was removed")
+                self._orchestrator.replica_lost(rank, "it was removed", level=logging.INFO)
             self._orchestrator.replica_left(rank)
             self._orchestrator.events.record(EventKind.DETACH, "it was removed", rank)
 

@@ -83,17 +83,19 @@ class RemoteReplicas:
             self._forget(key, message.reason)
         else:
             keeper.unlisted = True
-            logger.info("Replica %s: %s, and it serves until its lease ends.", keeper.member.name, message.reason)
+            logger.info("Replica %s: %s; it serves while its own server answers.", keeper.member.name, message.reason)
 
     def leave(self, member: PoolMember) -> None:
         """End the engine of an attached replica (else ReplicaError) for good; its requests move. Returns at once."""
         key = ReplicaKey.of(member)
         keeper = self._keepers.get(key)
         if keeper is None or (replica := keeper.attached) is None:
-            raise ReplicaError(f"replica {member.name} is not attached now and cannot be removed")
+            raise ReplicaError(
+                f"replica {member.name} is not attached now, so it cannot be removed: wait until it is up"
+            )
         replica.request_drain()
         self._dismissed[key] = max(keeper.info.incarnation, replica.incarnation)
-        self._forget(key, "it was removed")
+        self._forget(key, "it was removed", logging.INFO)
 
     async def close(self) -> None:
         """Detach from all. Idempotent."""
@@ -141,7 +143,7 @@ class RemoteReplicas:
         self._tasks[keeper] = task
         task.add_done_callback(lambda _: self._tasks.pop(keeper))
 
-    def _forget(self, key: ReplicaKey, reason: str) -> None:
+    def _forget(self, key: ReplicaKey, reason: str, level: int | None = None) -> None:
         """Remove a replica: its requests move, and its id is freed."""
         keeper = self._keepers.pop(key, None)
         if keeper is None:
@@ -149,7 +151,7 @@ class RemoteReplicas:
         keeper.unlisted = False
         member = keeper.member
         if member.client is not None:
-            self._orchestrator.replica_lost(member, reason)
+            self._orchestrator.replica_lost(member, reason, level=level)
         # The cancelled task closes the attachment.
         self._tasks[keeper].cancel()
         self._orchestrator.replica_left(member)

@@ -142,7 +142,9 @@ class CallSession:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await sent.finished
         except TimeoutError:
-            logger.warning("Not all other heads have followed the call %s.", name)
+            logger.warning(
+                "Not all other heads have confirmed the call %s in %g s: see their logs.", name, ANSWER_TIMEOUT_S
+            )
         finally:
             self._sent.pop(sent.call_id, None)
 

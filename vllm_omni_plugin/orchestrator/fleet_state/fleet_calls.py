@@ -85,7 +85,9 @@ class FleetCalls:
         if lasts or plain is not None:
             await self._check_allowed()
         if plain is None and lasts and method not in call_effects.HEAD_CALLS and not self.session.is_alone:
-            logger.warning("Other heads cannot be notified of this call of %s.", method)
+            logger.warning(
+                "The call %s is not sent to other heads: its arguments must be plain JSON of at most 128 KiB.", method
+            )
         if method == "add_lora":
             check_size(self._document.after_call(method, args, stage_ids))
         for attempt in range(MAX_CONFLICTS):
@@ -239,7 +241,7 @@ class FleetCalls:
             called = [replica.engine_key for call in calls for replica in call.called]
             work += self._apply(message, called, is_own=False)
         except WireError as error:
-            logger.error("A call of another head cannot be followed: %s", error)
+            logger.error("An operator call of another head has no effect here: %s", error)
         finally:
             self._spawn(self._finish_part(message, calls, work))
 
@@ -284,7 +286,7 @@ class FleetCalls:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("A call of another head could not be followed.", exc_info=error)
+            logger.error("An operator call of another head failed here.", exc_info=error)
 
 
 def _accepted(calls: Mapping[int, StageCall], stage_ids: Sequence[int]) -> list[int]:

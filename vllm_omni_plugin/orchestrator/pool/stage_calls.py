@@ -245,9 +245,9 @@ class StageCalls:
                 try:
                     await _call_engine(client, member.remote, group)
                 except NotAllowedError as error:
-                    logger.warning("Replica %s does not get a call that it has missed: %s", member.name, error)
+                    logger.warning("Replica %s serves without an operator call that it missed: %s", member.name, error)
                 except ReplicaError as error:
-                    logger.error("Replica %s failed a call that it had missed: %s", member.name, error)
+                    logger.error("Replica %s failed an operator call that it had missed: %s", member.name, error)
                     if client is member.client:
                         self.distrust(member, group[0][0])
                     return

@@ -154,7 +154,9 @@ class FirstMachine(MeetingHost):
             try:
                 self._process.kill()
             except Exception:
-                logger.exception("The engine of a broken meeting could not be killed; this is tried again.")
+                logger.exception(
+                    "The engine here could not be killed after another machine was lost; this is tried again."
+                )
             else:
                 self._process = None
 

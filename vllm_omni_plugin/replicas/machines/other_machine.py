@@ -252,7 +252,7 @@ class OtherMachine:
     def _cancel_work(self) -> None:
         # A second cancellation would interrupt the wait for the end.
         if self._work is not None and not self._work.done() and not self._work.cancelling():
-            logger.info("The meeting has ended; the workers on this machine are ended.")
+            logger.info("The first machine has ended the replica's run; this machine ends its workers.")
             self._work.cancel()
 
     async def _end_work(self) -> None:
@@ -263,7 +263,9 @@ class OtherMachine:
     async def _run_workers(self, plan: MeetingPlan) -> None:
         loop = asyncio.get_running_loop()
         starting = loop.run_in_executor(self._executor, self._start, plan)
-        logger.info("This machine takes part in a meeting with torch's store at port %d.", plan.port)
+        logger.info(
+            "All machines of this replica are there: this one starts its workers (torch's store: port %d).", plan.port
+        )
         try:
             workers = await asyncio.shield(starting)
             await exit_of(workers)

@@ -63,6 +63,7 @@ class AttachedHeads:
         first_ports: list[Listener],
         send: Callable[[bytes, wire.FromServer], None],
         *,
+        name: Callable[[], str],
         incarnation: Callable[[], int],
         on_drain: Callable[[], None],
         on_last_disconnect: Callable[[], None],
@@ -72,6 +73,7 @@ class AttachedHeads:
         self._settings = settings
         self._ports: dict[int, list[Listener]] = {0: first_ports}
         self._send = send
+        self._name = name
         self._incarnation = incarnation
         self._on_drain = on_drain
         self._on_last_disconnect = on_last_disconnect
@@ -176,7 +178,7 @@ class AttachedHeads:
             case wire.Detach():
                 self._end(lease, "it detached")
             case wire.DrainReplica():
-                logger.info("Head %s requests a drain of this replica.", lease.head_id)
+                logger.info("Head %s asks replica %s to drain.", lease.head_id, self._name())
                 self._on_drain()
 
     def _attach(self, peer: bytes, message: wire.Attach) -> wire.Attached | wire.AttachRefused:
@@ -235,7 +237,7 @@ class AttachedHeads:
         ports = self._ports[lease.slot]
         new_proxy = partial(DataProxy, ports, credential, self._settings, partial(self._connection_lost, lease))
         proxy = engine.slots[lease.slot].lease(new_proxy)
-        logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
+        logger.info("Head %s is attached to replica %s.", lease.head_id, self._name())
         return wire.Attached(
             lease=lease.lease_id,
             input_addr=ports[0].address,
@@ -274,7 +276,7 @@ class AttachedHeads:
         self._cache_polls.remove(lease)
         engine = self._engine
         assert engine is not None
-        logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
+        logger.info("Head %s is no longer attached to replica %s: %s.", lease.head_id, self._name(), reason)
         try:
             engine.slots[lease.slot].release()
             self._close_ports(lease.slot)
@@ -327,7 +329,9 @@ class AttachedHeads:
         if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
             self._logged_refusals.add(refused)
             if refusal.other_generation:
-                logger.info("Head %s is of another generation: %s.", head_id, refusal.reason)
+                logger.info(
+                    "Head %s is of another generation than replica %s: %s.", head_id, self._name(), refusal.reason
+                )
                 return
             log = logger.warning if refusal.lasting else logger.info
-            log("Head %s may not attach: %s.", head_id, refusal.reason)
+            log("Head %s may not attach to replica %s: %s.", head_id, self._name(), refusal.reason)

@@ -69,5 +69,5 @@ def _take(count: int, prefix: str, taken: ExitStack) -> list[int]:
             place.close()
     else:
         if len(slots) < count:
-            raise ConfigError(f"{count} replicas were asked for, but this machine has places for {len(slots)} more")
+            raise ConfigError(f"{count} replicas are too many: this machine can run {len(slots)} more")
     return slots

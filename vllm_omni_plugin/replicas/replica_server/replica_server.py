@@ -111,7 +111,9 @@ class ReplicaServer:
         if not self._serving or not self._heads:
             self._finished.set()
             return
-        logger.info("Replica %s drains: it stops when its %d heads have finished.", self._name, len(self._heads))
+        logger.info(
+            "Replica %s drains: it stops when the requests of its heads (%d) have ended.", self._name, len(self._heads)
+        )
         timeout = self._settings.drain_timeout
         self._set_timer(timeout, partial(self.stop_now, f"its drain timeout of {timeout:g} s passed"))
 
@@ -147,6 +149,7 @@ class ReplicaServer:
             self._settings,
             first_ports,
             control.send,
+            name=lambda: self._name,
             incarnation=lambda: 0 if self._announcer is None else self._announcer.incarnation,
             on_drain=self.drain,
             on_last_disconnect=self._on_last_disconnect,

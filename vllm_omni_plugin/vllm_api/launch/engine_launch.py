@@ -118,7 +118,10 @@ def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
             for index in range(first, end)
         ]
     except IndexError:
-        raise ConfigError(f"devices {first} to {end - 1} are needed, but this node has fewer") from None
+        raise ConfigError(
+            f"{replicas} replicas of {world_size} devices need devices {first} to {end - 1}, and this node has fewer: "
+            "lower --omni-dp-size-local (in a pipeline's file, replicas) or the parallel sizes"
+        ) from None
     parallel.assigned_physical_gpu_ids = own
     if parallel.numa_bind:
         # vLLM counts these from the first device of the engines.
@@ -132,7 +135,9 @@ def _of_devices(flag: str, values: Sequence[Any] | None, first: int, end: int) -
     if values is None:
         return None
     if len(values) < end:
-        raise ConfigError(f"argument {flag}: it has {len(values)} entries, but devices up to {end - 1} are used")
+        raise ConfigError(
+            f"argument {flag}: it has {len(values)} entries, and must have one for each device up to {end - 1}"
+        )
     return values[first:end]
 
 
