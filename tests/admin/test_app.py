@@ -1,6 +1,7 @@
 """Our routes and middleware in the application that vLLM builds, without an engine."""
 
 import asyncio
+import math
 import warnings
 from collections.abc import Callable
 from http import HTTPStatus
@@ -308,7 +309,9 @@ async def test_requests_without_a_key_are_of_no_tenant(build: BuildApp, path: st
 
     async with FakeFleet() as fleet, client_of(app) as client:
         give_fleet(app, fleet)
-        app.state.omni_admission = HttpAdmission(refuse, lambda _: True, lambda _: None, ["X-Tenant-ID"], lambda: 0.0)
+        app.state.omni_admission = HttpAdmission(
+            refuse, lambda _: True, lambda _: None, ["X-Tenant-ID"], lambda: 0.0, lambda _: math.inf
+        )
         for key in ("right", "wrong"):
             headers = {"X-Tenant-ID": "acme", "Authorization": f"Bearer {key}"}
             assert (await client.post(path, json={}, headers=headers)).status_code == 429

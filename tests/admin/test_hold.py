@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from math import inf
 
 import pytest
 from starlette.applications import Starlette
@@ -47,6 +48,7 @@ class Server:
         answer: Callable[[Request], Awaitable[Response]] = echo,
         has_key: Callable[[Headers], bool] = any_key,
         max_bytes: int = 1 << 26,
+        time_left: float = inf,
     ) -> None:
         self.fleet = FakeFleet(replicas=0)
         self.metrics = self.fleet.orchestrator.metrics
@@ -59,6 +61,7 @@ class Server:
             self._closed_reason,
             self._until_ending,
             max_bytes,
+            lambda: time_left,
         )
         self._serving = asyncio.Event()
         self._member = self.fleet.pool.add(0)
@@ -250,3 +253,13 @@ async def test_a_503_of_the_application_gets_retry_after_and_keeps_its_own() -> 
         client = server.request()
         assert await client.status() == 503
         assert client.headers["retry-after"] == expected
+
+
+@pytest.mark.parametrize("left", [0.01, -1.0])
+async def test_a_request_is_held_no_longer_than_its_deadline_allows(left: float) -> None:
+    server = Server(time_left=left)
+    client = server.request()
+    client.upload(b"prompt")
+    assert await client.status() == 503
+    assert f"waited {max(0.0, left):g} s".encode() in client.body
+    assert server.metrics.requests_failed_before_accept == 1

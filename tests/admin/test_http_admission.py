@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from http import HTTPStatus
+from math import inf
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm_omni_plugin.admin.http_admission import (
     HttpAdmission,
     current_response,
     tenant_headers,
+    time_left,
 )
 from vllm_omni_plugin.admission import RefusalReason, RequestTerms
 from vllm_omni_plugin.errors import RequestRefusedError
@@ -59,7 +61,12 @@ class Head:
         self._refused = refused
         self._main = Starlette()
         self._main.state.omni_admission = HttpAdmission(
-            self._refusal, lambda _: True, self.counted.append, headers, lambda: self.now
+            self._refusal,
+            lambda _: True,
+            self.counted.append,
+            headers,
+            lambda: self.now,
+            lambda terms: inf if terms.timeout_s is None else terms.timeout_s - 0.5,
         )
         self.app = AdmissionMiddleware(
             app or self.submitting,
@@ -150,14 +157,17 @@ def test_the_flags_choose_the_tenant_headers(named: str | None, plan: str | None
 async def test_the_timeout_counts_from_the_arrival_of_the_request() -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         head.now += 2.0
+        left.append(time_left(head.now))
         head.submit()
         head.now += 5.0
         head.submit()
         await send(start())
         await send(part(b"", more=False))
 
+    left = [time_left(0.0)]
     head = Head(slow)
     assert await head.request(x_request_timeout="2.5", x_tenant_id="a").status() == 200
+    assert left == [inf, 0.0]
     assert head.asked == [(RequestTerms("a", 2.5), None)]
     assert head.seen == [RequestTerms("a", 0.5), RequestTerms("a", 0.0)]
 

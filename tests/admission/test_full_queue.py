@@ -304,6 +304,18 @@ def test_a_request_that_never_started_uses_no_tokens() -> None:
     assert rules.expected_refusal(RequestTerms("a"), None, 0.0) is None
 
 
+def test_how_long_a_request_may_wait_is_known_before_its_class_is() -> None:
+    classes = (RequestClass(name="first", priority_at_most=0, deadline=2.0), RequestClass(name="last", deadline=9.0))
+    rules = admission(
+        AdmissionConfig(classes=classes, tenants={"a": TenantSettings(class_name="first")}), first_output_s=0.5
+    )
+    assert rules.longest_wait_s(RequestTerms("a")) == 1.5
+    assert rules.longest_wait_s(RequestTerms("b")) == 8.5
+    # At least half of the deadline.
+    assert rules.longest_wait_s(RequestTerms("b", timeout_s=0.6)) == 0.3
+    assert admission(FIVE).longest_wait_s(RequestTerms("a")) == inf
+
+
 def test_an_expected_refusal_with_unknown_priority_assumes_the_best_class() -> None:
     last = RequestClass(name="last", max_waiting_requests=1)
     rules = admission(AdmissionConfig(classes=(CLASSES[0], last)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from concurrent.futures import Future
 from http import HTTPStatus
 from threading import Thread
@@ -97,7 +98,7 @@ async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(
         assert answer.refuse(RequestRefusedError(503, "queue_full", "The queue is full.", 7))
         await client.add_request_async(FakeRequest("further"))
 
-    admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), lambda: 0.0)
+    admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), lambda: 0.0, lambda _: math.inf)
     state = SimpleNamespace(omni_admission=admission)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "app": SimpleNamespace(state=state)}
     http = Client(AdmissionMiddleware(app, frozenset({"/"}), lambda _: True), scope)

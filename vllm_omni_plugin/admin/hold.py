@@ -4,6 +4,7 @@ After a stream has started its status is 200, and a refusal could only be an err
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Hold:
         closed_reason: why all requests are refused, because the server shuts down or is drained; "" if they are not.
         until_ending: returns once the server shuts down.
         max_bytes: of the bodies of held requests; a request that needs more is refused.
+        time_left: seconds for which the current request may be held, by its deadline.
     """
 
     orchestrator: Orchestrator
@@ -47,6 +49,7 @@ class Hold:
     closed_reason: Callable[[], str]
     until_ending: Callable[[], Coroutine[Any, Any, None]]
     max_bytes: int = OmniConfig().max_buffered_bytes
+    time_left: Callable[[], float] = lambda: math.inf
 
     @property
     def reason(self) -> str:
@@ -71,15 +74,16 @@ class Hold:
         metrics = self.orchestrator.metrics
         if metrics.held_before_accept >= MAX_WAITING:
             raise self._refuse_without_replica(f"{MAX_WAITING} requests wait already")
+        longest = max(0.0, min(self.replica_wait, self.time_left()))
         waits = (disconnected(), self.until_serving(), self.until_ending())
         gone, served, ending = tasks = [asyncio.create_task(wait, name="omni-waiting") for wait in waits]
         metrics.held_before_accept += 1
         try:
-            await asyncio.wait(tasks, timeout=self.replica_wait, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=longest, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 raise self._refuse(SHUTTING_DOWN)
             if not gone.done() and not served.done():
-                raise self._refuse_without_replica(f"waited {self.replica_wait:g} s")
+                raise self._refuse_without_replica(f"waited {longest:.3g} s")
             if gone.done():
                 gone.result()
             return not gone.done()

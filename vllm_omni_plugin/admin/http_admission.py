@@ -44,7 +44,7 @@ class BadTimeoutError(OmniError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HttpAdmission:
-    """What the middleware needs of a fleet: two methods of `Admission`, and the rest.
+    """What the middleware needs of a fleet: three methods of `Admission`, and the rest.
 
     `count` gets each refusal before the application sees the request. Without `tenant_headers`, which are tried in this
     order, requests have no tenants.
@@ -55,6 +55,7 @@ class HttpAdmission:
     count: Callable[[RequestRefusedError], None]
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
+    longest_wait_s: Callable[[RequestTerms], float]
 
 
 def request_terms(headers: Headers, tenant_headers: Sequence[str], has_key: bool = True) -> RequestTerms:
@@ -105,13 +106,14 @@ class DeferredResponse:
     """A response whose start may wait, made by one or several requests to the fleet.
 
     If its requests may be refused while they wait (`deferred`), the start is buffered until a request was submitted and
-    then something follows the start. Until then a `refusal` can still replace the response. `arrived` is in monotonic
-    seconds.
+    then something follows the start. Until then a `refusal` can still replace the response. `arrived` and `send_by`,
+    when engines must have its requests, are in monotonic seconds.
     """
 
-    def __init__(self, terms: RequestTerms, arrived: float, send: Send, deferred: bool) -> None:
+    def __init__(self, terms: RequestTerms, arrived: float, send: Send, deferred: bool, send_by: float) -> None:
         self.request_ids: list[str] = []
         self.refusal: RequestRefusedError | None = None
+        self.send_by = send_by
         self._terms = terms
         self._arrived = arrived
         self._send = send
@@ -157,6 +159,12 @@ def current_response() -> DeferredResponse | None:
     return _response.get()
 
 
+def time_left(now: float) -> float:
+    """Seconds in which an engine must have the requests of the current HTTP response; infinity without a deadline."""
+    response = _response.get()
+    return math.inf if response is None else response.send_by - now
+
+
 class AdmissionMiddleware:
     """Refuses requests before the application sees them, and turns later refusals into the correct status.
 
@@ -195,7 +203,8 @@ class AdmissionMiddleware:
             if (priority := _priority(body)) is not None:
                 refusal = admission.expected_refusal(terms, terms.allowed_priority(priority), now)
         if refusal is None:
-            response = DeferredResponse(terms, now, send, admission.may_refuse(terms))
+            send_by = now + admission.longest_wait_s(terms)
+            response = DeferredResponse(terms, now, send, admission.may_refuse(terms), send_by)
             refusal = await self._respond(response, scope, receive)
         else:
             admission.count(refusal)

@@ -146,6 +146,12 @@ class Admission:
         late_s = _late_s(queue, account, index, start_tag, self._send_limit_s(terms, request_class))
         return self._queue_refusal(account, 1, late_s, 0.0 if late_s else queue.excess(account, index))
 
+    def longest_wait_s(self, terms: RequestTerms) -> float:
+        """Seconds in which an engine must have such a request, whatever its priority; infinity without a deadline."""
+        name = self._account(terms).settings.class_name
+        classes = [each for each in self.config.classes if name in (None, each.name)]
+        return max((self._send_limit_s(terms, each) for each in classes), default=inf)
+
     def queue_position(self, terms: RequestTerms, priority: int | None, now: float) -> QueuePosition:
         """Where a request would be if it came now and had to wait."""
         queue, account = self._queue, self._account(terms)

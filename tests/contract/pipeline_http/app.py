@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import runpy
 import time
 import warnings
@@ -156,7 +157,9 @@ class PipelineApp:
         init_exception_handler(self.app)
         paths = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/audio/speech"})
         self.app.add_middleware(AdmissionMiddleware, paths=paths, has_key=lambda _: True)
-        self.app.state.omni_admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), time.monotonic)
+        self.app.state.omni_admission = HttpAdmission(
+            lambda *_: None, lambda _: True, list, (), time.monotonic, lambda _: math.inf
+        )
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
         shared: dict[str, Any] = {"online_renderer": model.online, "request_logger": None}
         self.app.state.openai_serving_completion = OpenAIServingCompletion(self.engine, models, **shared)
