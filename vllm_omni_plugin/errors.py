@@ -96,3 +96,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for an error message: `` (did you mean 'NAME'?)``, or "" if no known name is similar."""
     close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error that a user's code raised, as UTF-8 can have it; "" if the error has none."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception:  # a user's `__str__` may raise anything
+        return ""

@@ -21,6 +21,10 @@ def raising(transfer: Transfer) -> None:
     raise RuntimeError("no idea")
 
 
+def raising_bytes(transfer: Transfer) -> None:
+    raise ValueError("no file \udcff")  # as Python decodes a name that is not UTF-8
+
+
 def leaving(transfer: Transfer) -> None:
     raise SystemExit(3)
 

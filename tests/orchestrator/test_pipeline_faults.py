@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, PYTHON, SPEECH
-from tests.fakes.transforms import leaving, raising, refusing
+from tests.fakes.transforms import leaving, raising, raising_bytes, refusing
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError, StageError, StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline import Stage
@@ -25,6 +25,7 @@ GATED = (
 
 RETURNS = [
     pytest.param(raising, StageError, "its transform failed: RuntimeError: no idea", id="raises"),
+    pytest.param(raising_bytes, StageError, "failed: ValueError: no file \\udcff", id="raises with bytes"),
     pytest.param(leaving, StageError, "its transform failed: SystemExit", id="ends the process"),
     pytest.param(refusing, StageInputError, "no such voice", id="blames the client"),
     pytest.param("nothing", StageError, "returned nothing", id="returns nothing"),

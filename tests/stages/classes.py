@@ -37,6 +37,13 @@ class Priced(Echo):
         return given.metadata["cost"]  # type: ignore[no-any-return]
 
 
+class Unspeakable(Exception):  # noqa: N818  (as a user may name it)
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 class Faulty(PythonStage):
     def compute(self, jobs: Sequence[StageJob]) -> Any:
         if any(job.input.text == "raise for all" for job in jobs):
@@ -49,6 +56,10 @@ class Faulty(PythonStage):
         match job.input.text:
             case "fail":
                 return ValueError("no such voice")
+            case "no text":
+                return Unspeakable()
+            case "surrogate":
+                return ValueError("no file \udcff")
             case "refuse":
                 return StageInputError("speak up")
             case "nothing":

@@ -64,6 +64,8 @@ async def test_an_idle_stage_is_reported_also_if_all_requests_were_aborted(gate:
 CANNOT_BE_SENT = "TypeError: compute returned a StageOutput that cannot be sent: "
 FAULTS = {
     "fail": "ValueError: no such voice",
+    "no text": "Unspeakable: ",
+    "surrogate": "ValueError: no file \\udcff",
     "nothing": "TypeError: compute returned a NoneType instead of a StageOutput",
     "no tensor": "TypeError: compute returned a StageOutput whose tensor is a list",
     "metadata": f"{CANNOT_BE_SENT}Encoding objects",

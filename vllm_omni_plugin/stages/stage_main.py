@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 
+from vllm_omni_plugin.errors import text_of
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
@@ -47,7 +48,7 @@ def main() -> int:
             stage = executor.submit(_start, parameters).result()
         except Exception as error:
             logger.error("Stage '%s' cannot start.", parameters.stage, exc_info=error)
-            connection.send_bytes(f"{type(error).__name__}: {error}".encode(errors="replace"))
+            connection.send_bytes(f"{type(error).__name__}: {text_of(error)}".encode())
             return 1
         connection.send_bytes(b"")
         asyncio.run(_serve(parameters, stage, executor, memory))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_omni_plugin.errors import StageInputError
+from vllm_omni_plugin.errors import StageInputError, text_of
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline import StageOutput
 from vllm_omni_plugin.stages.python_stage import PythonStage, StageJob
@@ -68,9 +68,9 @@ class StageRunner:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> StageResult:
-        status, reason = 400, str(error)
+        status, reason = 400, text_of(error)
         if not isinstance(error, StageInputError):
-            status, reason = 500, f"{type(self.stage).__name__}: {type(error).__name__}: {error}"
+            status, reason = 500, f"{type(self.stage).__name__}: {type(error).__name__}: {reason}"
         return StageResult(None, OutputContent(error=f"Stage '{self.name}': {reason}", status=status))
 
     def _log(self, error: Exception, requests: int) -> None:

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.errors import StageError, StageInputError
+from vllm_omni_plugin.errors import StageError, StageInputError, text_of
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput, OutputChunk
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
 from vllm_omni_plugin.other_loop import call_on
@@ -229,8 +229,9 @@ def _guarded(stage: Stage, transform: Transform) -> Transform:
         try:
             return transform(outputs, transfer)
         except StageInputError as error:
-            raise StageInputError(f"Stage {stage.name!r}: {error}") from error
+            raise StageInputError(f"Stage {stage.name!r}: {text_of(error)}") from error
         except BaseException as error:  # a transform may raise SystemExit
-            raise StageError(f"Stage {stage.name!r}: its transform failed: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {text_of(error)}"
+            raise StageError(f"Stage {stage.name!r}: its transform failed: {what}") from error
 
     return guarded
