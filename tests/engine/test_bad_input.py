@@ -138,6 +138,10 @@ TOGETHER = (
             ("--omni-dp-size-local 2", "--omni-dp-size-local", "a process on each machine for each replica"),
             ("--data-parallel-size 3", "--data-parallel-size", "3 ranks cannot be divided equally among 2"),
             ("-dp 4 --data-parallel-size-local 4", "--data-parallel-size-local", "an equal share of them"),
+            ("--node-rank 2", "--node-rank", "2: with --nnodes 2 it is 0 to 1"),
+            ("--node-rank=-1", "--node-rank", "-1: with --nnodes 2 it is 0 to 1"),
+            ("--master-port 65536", "--master-port", "65536: with --nnodes 2 it is 1 to 65535"),
+            ("--nnodes 0", "--nnodes", "0 is below 1"),
             ("--distributed-executor-backend uni", "--distributed-executor-backend", "machines meet with 'mp' only"),
             (
                 '--kv-transfer-config {"kv_connector":"ExampleConnector","kv_role":"kv_both"}',
