@@ -158,6 +158,18 @@ def test_nodes_follow_a_head_that_was_requeued_to_another_machine(fleet: Fleet) 
     assert not has_ended(node)
 
 
+def test_a_head_that_joins_leaves_the_nodes_where_they_are(fleet: Fleet) -> None:
+    # As for an upgrade, when nodes of both generations are at the first head's coordinator.
+    fleet.slurm.submit(f"OMNI_MASTER_PORT=7600 {fleet.sbatch('head.sbatch')}")
+    fleet.started(1)
+    fleet.slurm.submit(f"OMNI_HEAD_ADDRESS=head-2 {fleet.sbatch('head.sbatch')} --omni-join")
+    (joined,) = (line for line in fleet.started(2) if "--omni-join" in line)
+    flags = flags_of(joined)
+    assert (flags["--omni-master-address"], flags["--omni-master-port"]) == ("head-1", "7600")
+    assert faults(joined) == []
+    assert (fleet.folder / "head").read_text() == "head-1 7600\n"
+
+
 def test_a_shared_folder_that_cannot_be_read_for_a_while_costs_no_node(fleet: Fleet) -> None:
     address = fleet.folder / "head"
     address.write_text("head-1 7500\n")
