@@ -1,6 +1,7 @@
 """Chat completions of a pipeline through vLLM's own handler: whole answers."""
 
 import io
+import json
 import wave
 from base64 import b64decode
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.pipeline_http.app import Model, PipelineApp, Step, samples, spoken
+from tests.contract.pipeline_http.app import Model, PipelineApp, Step, classified, events, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
@@ -92,12 +93,49 @@ async def test_a_stage_that_fails_after_the_text_fails_the_request(model: Model,
     assert app.engine.aborted == []
 
 
-async def test_audio_of_a_wrong_type_names_the_stage(model: Model, speech: Pipeline) -> None:
-    wrong = StageEvent("vocoder", StageOutput(tensor=torch.tensor([1], dtype=torch.int64)))
-    app = PipelineApp(model, speech, ("Hi.", "stop"), wrong)
+WRONG_AUDIO: dict[str, tuple[list[StageEvent], str]] = {
+    "type": (
+        [StageEvent("vocoder", StageOutput(tensor=torch.tensor([1])))],
+        "audio is a tensor of floats or int16, not torch.int64.",
+    ),
+    "channels": (
+        [StageEvent("vocoder", StageOutput(tensor=torch.zeros(2, 3)))],
+        "audio is a tensor of one channel, [samples], not [2, 3].",
+    ),
+    "rate": (
+        [samples(0.1, sample_rate=8000), samples(0.2, sample_rate=16000)],
+        "its sample_rate is 16000, and was 8000 before in this answer.",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_AUDIO)
+async def test_audio_that_cannot_be_played_names_the_stage(model: Model, speech: Pipeline, fault: str) -> None:
+    wrong, message = WRONG_AUDIO[fault]
+    app = PipelineApp(model, speech, ("Hi.", "stop"), *wrong)
     answer = await app.answer(app.chat(modalities=BOTH), 500)
-    assert answer["error"]["message"] == "Stage 'vocoder': audio is a tensor of floats or int16, not torch.int64."
+    assert answer["error"]["message"] == f"Stage 'vocoder': {message}"
     assert len(app.engine.aborted) == 1
+
+
+async def test_the_sample_rate_of_the_first_samples_is_that_of_all(model: Model, speech: Pipeline) -> None:
+    end = StageEvent("vocoder", StageOutput(finish_reason="stop"))
+    steps = (("Hi.", "stop"), samples(0.1, sample_rate=8000), samples(0.2), end, PipelineCallEnded(None))
+    app = PipelineApp(model, speech, *steps)
+    answer = await app.answer(app.chat(modalities=BOTH, omni={"outputs": ["vocoder"]}))
+    for audio in (message(answer)["audio"], answer["omni"]["outputs"]["vocoder"]["audio"]):
+        with wave.open(io.BytesIO(b64decode(audio["data"]))) as file:
+            assert (file.getframerate(), file.getnframes()) == (8000, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_numbers_that_json_does_not_have_are_null(model: Model, stream: bool) -> None:
+    scored = StageEvent("guard", StageOutput(tensor=torch.tensor([float("nan"), 0.5]), finish_reason="stop"))
+    app = PipelineApp(model, classified(), ("Hi.", "stop"), scored, PipelineCallEnded(None))
+    client = app.chat(stream=stream, omni={"outputs": ["guard"]}, modalities=["text", "scores"])
+    assert await client.status() == 200, client.body
+    answer = events(client.body)[-1] if stream else json.loads(client.body)
+    assert answer["omni"] == {"outputs": {"guard": {"scores": [None, 0.5]}}}
 
 
 async def test_requests_that_vllm_refuses_are_refused_in_the_same_way(model: Model, speech: Pipeline) -> None:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from vllm_omni_plugin.admin.answers.call_options import CallOptions
 from vllm_omni_plugin.errors import StageError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
@@ -22,22 +24,31 @@ _GREATEST_RATE: Final = _UNKNOWN // _SAMPLE_BYTES
 """A WAV file has 32 bits for the bytes per second."""
 
 
-def sample_rate(stage: str, output: StageOutput) -> int:
-    """The `sample_rate` of an output's metadata, in hertz. Raises StageError if a WAV file cannot have it."""
-    rate = output.metadata.get("sample_rate", DEFAULT_SAMPLE_RATE)
-    if not isinstance(rate, int) or not 0 < rate <= _GREATEST_RATE:
+def sample_rate(stage: str, output: StageOutput, before: int | None = None) -> int:
+    """The `sample_rate` of an output's metadata in hertz, else that of the outputs `before` it.
+
+    Raises StageError if a WAV file cannot have it, or it is another than before.
+    """
+    rate = output.metadata.get("sample_rate", before or DEFAULT_SAMPLE_RATE)
+    if type(rate) is not int or not 0 < rate <= _GREATEST_RATE:
         raise StageError(f"Stage '{stage}': its sample_rate is {rate!r}, and must be hertz as a whole number.")
+    if before not in (None, rate):
+        raise StageError(f"Stage '{stage}': its sample_rate is {rate}, and was {before} before in this answer.")
     return rate
 
 
 def pcm16(stage: str, output: StageOutput) -> bytes:
     """The samples of an output's tensor `[samples]`; b"" without one.
 
-    int16, or floats from -1 to 1; other values are clipped, and NaN is silence. Raises StageError for other types.
+    int16, or floats from -1 to 1; other values are clipped, and NaN is silence. Raises StageError for other types, and
+    for several channels.
     """
     samples: Any = output.tensor
     if samples is None:
         return b""
+    if samples.numel() > max((1, *samples.shape)):
+        shape = list(samples.shape)
+        raise StageError(f"Stage '{stage}': audio is a tensor of one channel, [samples], not {shape}.")
     if samples.is_floating_point():
         samples = (samples.float().nan_to_num(0.0).clamp(-1.0, 1.0) * 32767.0).round().short()
     elif str(samples.dtype) != "torch.int16":
@@ -76,7 +87,11 @@ class StageResults:
         self._text_stage = _text_stage(self._audio_stage, pipeline) if self._audio_stage is not None else None
         self._outputs: defaultdict[str, list[StageOutput]] = defaultdict(list)
         self._timings: Mapping[str, Mapping[str, float]] = {}
-        self.rate = DEFAULT_SAMPLE_RATE
+        self._rate: int | None = None
+
+    @property
+    def rate(self) -> int:
+        return self._rate or DEFAULT_SAMPLE_RATE
 
     def call(self, put: Callable[[StageEvent | PipelineCallEnded], None]) -> PipelineCall:
         """The message to the orchestrator; `put` receives the events."""
@@ -96,7 +111,7 @@ class StageResults:
             self._outputs[stage].append(output)
         if self._audio_stage is not None and stage == self._audio_stage.name:
             if output.tensor is not None:
-                self.rate = sample_rate(stage, output)
+                self._rate = sample_rate(stage, output, self._rate)
             return AudioPart(pcm16(stage, output), last=output.finish_reason is not None)
         if self._text_stage is not None and stage == self._text_stage.name:
             return AudioPart(transcript=output.text)
@@ -133,9 +148,15 @@ def _shown(stage: Stage, outputs: Sequence[StageOutput]) -> dict[str, Any]:
         case Modality.TOKENS:
             return {"token_ids": [token for output in outputs for token in output.token_ids]}
         case Modality.AUDIO:
-            samples = b"".join(pcm16(stage.name, output) for output in outputs)
-            rate = sample_rate(stage.name, outputs[-1]) if outputs else DEFAULT_SAMPLE_RATE
-            return {"audio": {"data": b64encode(wav(samples, rate)).decode()}}
+            samples, rate = b"".join(pcm16(stage.name, output) for output in outputs), None
+            for output in outputs:
+                rate = rate if output.tensor is None else sample_rate(stage.name, output, rate)
+            return {"audio": {"data": b64encode(wav(samples, rate or DEFAULT_SAMPLE_RATE)).decode()}}
         case _:
-            tensors = [output.tensor.tolist() for output in outputs if output.tensor is not None]
+            # JSON has no NaN; msgspec makes it null.
+            tensors = [
+                msgspec.json.decode(msgspec.json.encode(output.tensor.tolist()))
+                for output in outputs
+                if output.tensor is not None
+            ]
             return {stage.output.value: tensors[0] if len(tensors) == 1 else tensors}
