@@ -194,7 +194,7 @@ class OmniConfig:
     heartbeat_interval: float = _seconds(
         1.0,
         Side.BOTH,
-        "Seconds between heartbeats of a replica, and probes of an engine; less than a third of the timeout.",
+        "Seconds between heartbeats of a replica, and probes of an engine; under a third of --omni-heartbeat-timeout.",
     )
     heartbeat_timeout: float = _seconds(
         10.0,
@@ -226,9 +226,9 @@ class OmniConfig:
     )
     admin_key_file: str | None = _file(
         Side.HEAD,
-        "File with admin keys, one per line, of 16 or more characters; mode 0600. Changing the fleet over HTTP and "
-        "explain then need one as a bearer token. Without this flag they need the head's own key "
-        "(vllm-omni-plugin admin-key), or a unix socket (--uds).",
+        "File with admin keys, one per line, of 16 or more characters; mode 0600. Changes over HTTP and explain then "
+        "need one as a bearer token; without this flag the head's own key (vllm-omni-plugin admin-key), or a unix "
+        "socket (--uds).",
     )
     admin_loopback: bool = _flag(
         False,
@@ -238,24 +238,25 @@ class OmniConfig:
     )
     admin_port: int | None = _port(
         Side.HEAD,
-        "Port of /omni, /metrics and /health with vLLM's Rust front end, on loopback, or with "
-        "--omni-admin-key-file where --host says. Default: the port after --port.",
+        "Port of /omni, /metrics and /health with vLLM's Rust front end: on loopback, or at --host with "
+        "--omni-admin-key-file. Default: the port after --port.",
     )
     max_message_size: int = _mebibytes(
         512,
         Side.BOTH,
-        "Largest message between a head and a replica of another process, in MiB: requests by the node's value, "
-        "outputs by the head's.",
+        "Largest message between a head and a replica of another process, in MiB. The node's value counts for "
+        "requests, the head's for outputs.",
     )
     max_buffered_size: int = _mebibytes(
         64,
         Side.HEAD,
-        "MiB of bodies of requests that wait for a replica, that an API server keeps. Others get 503 at once.",
+        "Most MiB of request bodies that an API server keeps while they wait for a replica. Others get 503 at once.",
     )
     migration_limit: int = _number(
         3,
         Side.HEAD,
-        "Moves of a request in a stage because its replica was lost. One more loss fails it. A prefill never moves.",
+        "How often a request may move in a stage because its replica was lost. The next loss fails it. A prefill never "
+        "moves.",
         type=integer(0),
     )
     replica_wait: float = _seconds(
