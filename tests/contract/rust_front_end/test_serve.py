@@ -219,17 +219,26 @@ async def test_it_fails_with_wrong_arguments_while_engines_load(start: Any, capf
     assert "response_role" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 async def test_a_front_end_that_is_killed_while_engines_load_is_replaced(start: Any, signum: int) -> None:
     async with start() as head:
         await head.starts(1)
+        if signum == signal.SIGTERM:
+            await eventually(lambda: handles(signum, head.fleet.processes[0]), "its handlers")
         os.kill(head.fleet.processes[0], signum)
-        if signum == signal.SIGKILL:
+        if signum != signal.SIGSTOP:
             await eventually(lambda: not is_running(head.fleet.processes[0]), "its end")
+        ended, _ = await asyncio.wait((head.running,), timeout=0.2)
+        assert not ended
         head.fleet.loaded.set()
         await head.starts(3)
         answers_itself(head.fleet)
         assert (await head.ask()).status_code == 200
+
+
+def handles(signum: int, process: int) -> bool:
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> signum - 1 & 1)
 
 
 def test_with_any_free_port_the_operators_have_the_next_one(tiny_model: Path) -> None:

@@ -71,8 +71,8 @@ class _Process:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended, and not by a signal."""
-        return self._process.returncode is not None and self._process.returncode >= 0
+        """Whether it has ended with an error. After SIGTERM it exits with code 0."""
+        return self._process.returncode is not None and self._process.returncode > 0
 
     @property
     def exit(self) -> str:
