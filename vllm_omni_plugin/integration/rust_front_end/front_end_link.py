@@ -273,7 +273,7 @@ class FrontEndLink(FrontEnd):
         try:
             frames = self._codec.encode_result(call_id, await calls.make(method, args))
         except Exception as error:  # every error of a call goes to its caller, as in vLLM
-            frames = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}")
+            frames = self._codec.encode_failure(call_id, str(error))
         if self._calls is calls:
             self._send(frames)
 
