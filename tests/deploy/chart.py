@@ -80,7 +80,6 @@ STAGES: dict[str, Any] = EVERYTHING | {
     "modelSpec": [
         EVERYTHING["modelSpec"][0]
         | {
-            "requestGPU": 1,
             "stages": [
                 {
                     "name": "prefill",

@@ -71,7 +71,7 @@ def test_nodes_of_a_stage_have_its_number_replicas_devices_and_arguments(manifes
         for node in NODES
     ]
     assert given == [
-        (3, "1", "nvidia", dict(zip(("--omni-stage-id", *OF_NODES), ("0", "2", "32", None), strict=True))),
+        (3, "2", "nvidia", dict(zip(("--omni-stage-id", *OF_NODES), ("0", "2", "32", None), strict=True))),
         # KEDA sets the number.
         (None, "4", "nvidia-fast", dict(zip(("--omni-stage-id", *OF_NODES), ("1", "4", "256", "32"), strict=True))),
     ]

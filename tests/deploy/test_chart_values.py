@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_python.errors import HelmError
+from helm_python.errors import HelmError, HelmRenderError
 
 from tests.project.source_tree import ROOT
 from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME
@@ -45,6 +45,60 @@ def given(**of_model: Any) -> dict[str, Any]:
 def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(HelmError, match=named):
         render(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        pytest.param(values([MODEL, MODEL]), "modelSpec: the name llama is given twice", id="two models of a name"),
+        pytest.param(
+            given(stages=[STAGE, STAGE]),
+            "modelSpec llama: stages: the name a is given twice",
+            id="two stages of a name",
+        ),
+        pytest.param(
+            given(keda={"enabled": True, "minReplicaCount": 9}),
+            "modelSpec llama: keda.minReplicaCount 9 is above maxReplicaCount 8",
+            id="a minimum above the maximum",
+        ),
+        pytest.param(
+            given(nodeSpec={"ports": "20199-20000"}),
+            "modelSpec llama: nodeSpec.ports 20199-20000",
+            id="from last to first",
+        ),
+        pytest.param(
+            given(nodeSpec={"ports": "20000-20009", "replicasPerPod": 2}, headSpec={"replicaCount": 3}, requestGPU=2),
+            "llama: nodeSpec.ports 20000-20009: nodeSpec.replicasPerPod 2 and headSpec.replicaCount 3 need 14",
+            id="too few ports",
+        ),
+        pytest.param(
+            given(vllmConfig={"tensorParallelSize": 4}),
+            "modelSpec llama: vllmConfig.tensorParallelSize 4 needs more devices than requestGPU 1",
+            id="too few devices",
+        ),
+        pytest.param(
+            given(requestGPU="2", nodeSpec={"machines": 2}, vllmConfig={"tensorParallelSize": 8}),
+            "tensorParallelSize 8 needs more devices than requestGPU 2",
+            id="too few devices of all machines",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(HelmRenderError, match=named):
+        render(wrong)
+
+
+@pytest.mark.parametrize(
+    "fitting",
+    [
+        given(requestGPU=0, vllmConfig={"tensorParallelSize": 2}),
+        given(resources={"limits": {"nvidia.com/gpu": 4}}, vllmConfig={"tensorParallelSize": 4}),
+        given(requestGPU=2, nodeSpec={"machines": 2}, vllmConfig={"tensorParallelSize": 4}),
+        given(nodeSpec={"ports": "20000-20004"}),
+    ],
+)
+def test_values_that_just_fit_are_accepted(fitting: dict[str, Any]) -> None:
+    assert render(fitting).names()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 {{- range .Values.servingEngineSpec.modelSpec -}}
 {{- $model := mergeOverwrite (deepCopy $.Values.servingEngineSpec.modelDefaults) (deepCopy .) -}}
 {{- if $model.enabled -}}
+{{- include "omni.checkNew" (dict "name" $model.name "among" $models "where" "modelSpec") -}}
 {{- $models = append $models $model -}}
 {{- end -}}
 {{- end -}}
@@ -14,10 +15,44 @@ models: {{ toJson $models }}
 {{- define "omni.nodeSets" -}}
 {{- $sets := list -}}
 {{- range $id, $stage := .model.stages -}}
+{{- include "omni.checkNew" (dict "name" $stage.name "among" (slice $.model.stages 0 $id) "where" (printf "modelSpec %s: stages" $.model.name)) -}}
 {{- $own := omit $stage "name" "pipeline" -}}
 {{- $sets = append $sets (mergeOverwrite (deepCopy $.model) (deepCopy $own) (dict "stageId" $id "stageName" $stage.name)) -}}
 {{- end -}}
 sets: {{ toJson ($sets | default (list .model)) }}
+{{- end -}}
+
+{{- define "omni.checkNew" -}}
+{{- range .among -}}
+{{- if eq .name $.name -}}
+{{- fail (printf "%s: the name %s is given twice" $.where .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Refuses values of a set of nodes that contradict each other. */ -}}
+{{- define "omni.checkNodes" -}}
+{{- $where := printf "modelSpec %s" .name -}}
+{{- with .stageName -}}{{- $where = printf "%s, stage %s" $where . -}}{{- end -}}
+{{- $node := .nodeSpec -}}
+{{- $replicas := int64 $node.replicasPerPod -}}
+{{- $heads := int64 .headSpec.replicaCount -}}
+{{- $machines := int64 $node.machines -}}
+{{- if and (gt $machines 1) (or .stages (gt $replicas 1)) -}}
+{{- fail (print $where ": nodeSpec.machines above 1 needs nodeSpec.replicasPerPod 1, and no stages") -}}
+{{- end -}}
+{{- $ports := splitList "-" $node.ports -}}
+{{- $needed := mul $replicas (add1 (mul 2 $heads)) -}}
+{{- if lt (add1 (sub (index $ports 1 | int64) (index $ports 0 | int64))) $needed -}}
+{{- fail (printf "%s: nodeSpec.ports %s: nodeSpec.replicasPerPod %d and headSpec.replicaCount %d need %d" $where $node.ports $replicas $heads $needed) -}}
+{{- end -}}
+{{- $size := mul $replicas (int64 (default 1 .vllmConfig.tensorParallelSize)) -}}
+{{- if and .requestGPU (not .resources) (gt $size (mul $machines (int64 .requestGPU))) -}}
+{{- fail (printf "%s: vllmConfig.tensorParallelSize %d needs more devices than requestGPU %d, with nodeSpec.machines %d and replicasPerPod %d" $where (int64 (default 1 .vllmConfig.tensorParallelSize)) (int64 .requestGPU) $machines $replicas) -}}
+{{- end -}}
+{{- if and .keda.enabled (gt (int64 .keda.minReplicaCount) (int64 .keda.maxReplicaCount)) -}}
+{{- fail (printf "%s: keda.minReplicaCount %d is above maxReplicaCount %d" $where (int64 .keda.minReplicaCount) (int64 .keda.maxReplicaCount)) -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Below, the context is (dict "root" $ "model" MODEL OR SET), in some cases with "component" (head or node) and "first". */ -}}
