@@ -147,6 +147,7 @@ def test_errors_of_a_stage_name_line_and_key(tmp_path: Path, second: str, messag
     ("third", "message"),
     [
         pytest.param("engine: nowhere:Vocoder", "engine: nowhere:Vocoder cannot be imported", id="no module"),
+        pytest.param("engine: nowhere:Vocoder", "): correct the name, or add its folder to PYTHONPATH", id="remedy"),
         pytest.param(f"engine: {STAGES}:Missing", "Missing cannot be imported", id="no class"),
         pytest.param(f"engine: {STAGES}:NoStage", "NoStage is not a subclass of", id="no stage"),
         pytest.param(

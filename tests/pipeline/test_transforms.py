@@ -75,14 +75,18 @@ def test_a_function_of_a_module_is_found_also_in_a_class(module: str) -> None:
     assert resolve_transform(f"{module}:option") is not None
 
 
+ELSEWHERE = ": correct the name, or add its folder to PYTHONPATH"
 TWO_ARGUMENTS = "must take two arguments, the outputs and a Transfer: "
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("acme_nothing:join", "cannot be imported: ModuleNotFoundError: No module named 'acme_nothing'"),
-        ("acme_pipelines.broken:join", "cannot be imported: ModuleNotFoundError: No module named 'acme_nowhere'"),
+        ("acme_nothing:join", f"cannot be imported: ModuleNotFoundError: No module named 'acme_nothing'{ELSEWHERE}"),
+        (
+            "acme_pipelines.broken:join",
+            f"cannot be imported: ModuleNotFoundError: No module named 'acme_nowhere'{ELSEWHERE}",
+        ),
         ("acme_pipelines.joins:split", "does not exist: acme_pipelines.joins has no split"),
         ("acme_pipelines.joins:Joins.split", "does not exist: acme_pipelines.joins has no Joins.split"),
         ("acme_pipelines.joins:NUMBER", "is no function, but a value of type int"),

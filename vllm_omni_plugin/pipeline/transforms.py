@@ -112,8 +112,10 @@ def _imported(name: str) -> Any:
     try:
         module = import_module(module_name)
     except Exception as error:  # a user's module may raise anything
-        message = f"the transform {name!r} cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError(message) from error
+        raise ConfigError(
+            f"the transform {name!r} cannot be imported: {type(error).__name__}: {error}: correct the name, or add its "
+            "folder to PYTHONPATH"
+        ) from error
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:

@@ -75,7 +75,9 @@ def stage_class(engine: str) -> type[PythonStage]:
     try:
         found = pkgutil.resolve_name(engine)
     except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{engine} cannot be imported ({error!r})") from error
+        raise ConfigError(
+            f"{engine} cannot be imported ({error!r}): correct the name, or add its folder to PYTHONPATH"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, PythonStage)):
         raise ConfigError(f"{engine} is not a subclass of vllm_omni_plugin.stages.PythonStage")
     if not isinstance(found.max_batch_size, int) or found.max_batch_size < 1:
