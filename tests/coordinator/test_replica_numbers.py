@@ -137,7 +137,8 @@ def test_the_lowest_free_numbers_and_ids_are_given_above_those_of_the_heads_own_
         tables.announce(name)
     tables.announce("x", stage_id=1)
     assert tables.listed() == {"a": 2, "b": 3, "c": 4, "x": 0}
-    tables.announce("y", "m/0", 1)
+    # From a coordinator whose head had fewer engines of its own, as before an upgrade.
+    assert tables.announce("y", "m/0", 1) == [1]
     assert tables.numbers.for_host_slots(["m/0", "m/0"]) == (4, 4)
 
 

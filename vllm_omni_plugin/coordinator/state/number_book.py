@@ -44,13 +44,14 @@ class NumberBook:
         return self._numbers[scoped]
 
     def claim(self, scope: int, key: ReplicaKey, host_slot: str, wanted: int) -> int:
-        """Return the number of a present replica: ``wanted`` unless that is -1 or a present replica has it."""
+        """Return the number of a present replica: ``wanted`` unless that is below ``first`` or present."""
         scoped: _Scoped = scope, host_slot or key
         if self._holders.get(scoped, key) != key:
             scoped = scope, key
         if self._claimed.get(key, scoped) != scoped:
             self.release(key)
-        if wanted >= 0 and self._numbers.get(scoped) != wanted and not self._is_present(scope, wanted):
+        is_free = wanted >= self._first.get(scope, 0) and not self._is_present(scope, wanted)
+        if is_free and self._numbers.get(scoped) != wanted:
             if (former := self._names.get((scope, wanted))) is not None:
                 self._forget((scope, former))
             self._forget(scoped)
