@@ -63,7 +63,7 @@ def test_a_healthy_start_says_nothing(caplog: pytest.LogCaptureFixture, shared_m
 
 @pytest.mark.parametrize(
     ("workers", "free", "is_enough"),
-    [(0, 1, True), (2, 128, True), (2, 127, False), (4, 255, False), (8, 512, True)],
+    [(0, 1, True), (1, 240, True), (2, 239, False), (4, 255, False), (8, 512, True)],
 )
 def test_shared_memory_that_is_too_small_for_the_workers_of_all_replicas_is_a_warning(
     workers: int,

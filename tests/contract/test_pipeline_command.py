@@ -184,10 +184,14 @@ def test_a_headless_node_takes_its_own_stage_and_asks_nothing_of_the_others(tmp_
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        pytest.param("", (2 + 1 + 3, 2 * 4), id="a head with all stages"),
+        pytest.param("", (2 + 1 + 3, 2 * 4 + 1), id="a head with all stages"),
         pytest.param(f"--omni-join {JOIN}", (0, 0), id="another head"),
         pytest.param(f"--headless {JOIN} --omni-dp-size-local 3", (3, 12), id="a node of the first stage"),
-        pytest.param(f"--headless {JOIN} --omni-stage-id 1", (1, 0), id="a node of one worker"),
+        pytest.param(
+            f"--headless {JOIN} --omni-stage-id 1",
+            (1, 1),
+            id="a node of one worker, which on a CPU has a process of its own",
+        ),
         pytest.param(
             f"--headless {JOIN} --omni-stage-id 2 --omni-dp-size-local 3 -tp 4 -dp 2", (3, 0), id="a node in Python"
         ),

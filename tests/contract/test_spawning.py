@@ -1,5 +1,6 @@
 """Processes are spawned one at a time, because vLLM changes global state of the process during a spawn."""
 
+import inspect
 import multiprocessing
 import os
 import subprocess
@@ -9,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.engine.coordinator import DPCoordinator
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.integration.checks.start_checks import LEAST_SHARED_MEMORY
 from vllm_omni_plugin.integration.processes.several_servers import ApiServerLauncher
 from vllm_omni_plugin.stages.stage_process import StageParameters, StageProcess
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
@@ -98,3 +101,8 @@ def test_others_are_spawned_while_the_coordinator_of_a_group_loads_but_not_while
         LockstepIncarnation(2, config, lambda _pid: None).coordinate(parallel_config)
     assert guarded == [True, False]
     assert not SPAWN_LOCK.locked()
+
+
+def test_vllm_starts_no_worker_where_less_memory_is_free_than_its_largest_queue_has() -> None:
+    parameters = inspect.signature(MessageQueue).parameters
+    assert parameters["max_chunk_bytes"].default * parameters["max_chunks"].default == LEAST_SHARED_MEMORY

@@ -22,6 +22,8 @@ _SHORTER = "TMPDIR or VLLM_RPC_BASE_PATH"
 SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_PER_WORKER = 64 * 2**20
 """For queues of vLLM and of NCCL. It is also all that a container has by default."""
+LEAST_SHARED_MEMORY = 240 * 2**20
+"""vLLM starts no worker where less is free: the size of its largest queue, of which most stays unused."""
 
 
 def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bool) -> None:
@@ -93,13 +95,13 @@ def check_shared_memory(workers: int) -> CheckResult:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
         return CheckResult(Level.UNKNOWN, f"shared memory: {SHARED_MEMORY}: {error.strerror}")
-    free, wanted = found.f_bavail * found.f_frsize, workers * SHARED_MEMORY_PER_WORKER
+    free, wanted = found.f_bavail * found.f_frsize, max(LEAST_SHARED_MEMORY, workers * SHARED_MEMORY_PER_WORKER)
     state = f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free"
     if free >= wanted:
         return CheckResult(Level.OK, state)
     return CheckResult(
         Level.WARNING,
-        f"{state}, and {workers} worker processes may take {wanted >> 20} MiB: give a container more (--shm-size of "
+        f"{state}, and {workers} worker processes need {wanted >> 20} MiB: give a container more (--shm-size of "
         "Docker, a volume of medium Memory in Kubernetes)",
     )
 

@@ -53,6 +53,8 @@ def local_engines(options: OmniConfig, headless: bool) -> int:
 
 def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int, int]:
     """The number of replicas that this process serves itself, and of the worker processes of vLLM engines here."""
+    from vllm.platforms import current_platform
+
     command = loaded_pipeline(options)
     # By stage: number of engines, and vLLM's arguments of each; None for a Python stage.
     stages: list[tuple[int, Any]]
@@ -73,8 +75,9 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
             # Each machine of a lockstep group has some ranks, and of a replica only the first one has the engine.
             replicas_here += count * (ranks // machines if ranks > 1 else 1)
         of_a_replica = sizes.tensor_parallel_size * sizes.pipeline_parallel_size
-        # The only worker of an engine runs in the engine's process.
-        workers += count * ranks * of_a_replica // machines if of_a_replica > 1 else 0
+        # The only worker of an engine runs in the engine's process, but on a CPU.
+        has_workers = of_a_replica > 1 or current_platform.is_cpu()
+        workers += count * ranks * of_a_replica // machines if has_workers else 0
     return replicas_here, workers
 
 
