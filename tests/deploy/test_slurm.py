@@ -22,13 +22,20 @@ _VLLM = """\
 trap 'echo "ended $*" >>"$CALLS"; exit 0' TERM
 echo "$$ $*" >>"$CALLS"
 echo "${VLLM_HTTP_TIMEOUT_KEEP_ALIVE-} ${VLLM_TARGET_DEVICE-}" >"$CALLS.environment"
-until [[ -s $CALLS.fail ]]; do sleep 0.05; done
-exit "$(<"$CALLS.fail")"
+until [[ -s $CALLS.fail$SLURM_NODEID ]]; do sleep 0.05; done
+exit "$(<"$CALLS.fail$SLURM_NODEID")"
 """
 _SRUN = """\
 #!/usr/bin/env bash
-trap 'kill "${tasks[@]}" 2>/dev/null' TERM
-highest=0
+signal_all() {
+    for task in "${tasks[@]}"; do
+        children=()
+        read -ra children <"/proc/$task/task/$task/children"
+        kill "$1" "$task" "${children[@]}"
+    done 2>/dev/null
+}
+trap 'signal_all -TERM' TERM
+highest=0 ended=
 while [[ $1 == --* ]]; do
     [[ $1 != --nodes=* ]] || machines=${1#*=}
     [[ $1 != --kill-on-bad-exit=1 ]] || kills=yes
@@ -38,18 +45,24 @@ for ((rank = 0; rank < machines; rank++)); do
     SLURM_NODEID=$rank "$@" &
     tasks+=($!)
 done
-for task in "${tasks[@]}"; do tasks_left="$tasks_left $task"; done
-while [[ -n $tasks_left ]]; do
+status=0
+until [[ -n $ended ]]; do
     status=0
     wait -n -p ended || status=$?
-    [[ -n $ended ]] || continue
-    tasks_left=${tasks_left/ $ended/}
+done
+[[ $status == 0 || -z $kills ]] || signal_all -KILL
+for task in "${tasks[@]}"; do
+    status=0
+    wait "$task" || status=$?
+    while kill -0 "$task" 2>/dev/null; do
+        status=0
+        wait "$task" || status=$?
+    done
     ((status <= highest)) || highest=$status
-    [[ $status == 0 || -z $kills ]] || kill "${tasks[@]}" 2>/dev/null
 done
 exit "$highest"
 """
-"""As `srun`, ends with the highest exit code of its tasks."""
+"""As `srun`, ends with the highest exit code of its tasks, and signals all processes of each."""
 _SLEEP = f"#!/bin/sh\nexec {shutil.which('sleep')} 0.05\n"
 """Longer than the scripts' interval of two seconds."""
 
@@ -206,6 +219,15 @@ def test_a_refused_or_killed_node_is_restarted(fleet: Fleet, tmp_path: Path, cod
     # It fails again and again, so more than one start may be seen at once.
     until(lambda: len(fleet.lines("serve")) >= 2, "it is restarted")
     assert not has_ended(job)
+
+
+def test_a_machine_that_fails_for_good_ends_the_job_though_the_other_is_killed(fleet: Fleet, tmp_path: Path) -> None:
+    (fleet.folder / "head").write_text("head-1 7500\n")
+    (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0", "--nodes=2"))
+    fleet.started(2)
+    (tmp_path / "calls.fail1").write_text("1")
+    until(lambda: has_ended(job), "the job ends")
+    assert len(fleet.lines("serve")) == 2
 
 
 def test_with_more_machines_each_task_is_one_replica_over_all_of_them(fleet: Fleet) -> None:
