@@ -76,7 +76,8 @@ class Head:
 
     def request(self, path: str = PATH, method: str = "POST", **headers: str) -> Client:
         """Send a request up to its body."""
-        pairs = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+        # In upper case it is the same header once more.
+        pairs = [(name.lower().replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
         scope = {"type": "http", "path": path, "method": method, "headers": pairs, "app": self._main}
         return Client(self.app, scope)
 
@@ -121,6 +122,14 @@ async def test_a_tenant_is_named_by_a_header_or_by_its_key(headers: dict[str, st
         client.upload(b"")
         await client.status()
         assert head.seen == [RequestTerms(expected)]
+
+
+async def test_of_a_header_that_is_sent_twice_the_first_counts_whose_key_was_checked() -> None:
+    head = Head(keys=("right",))
+    client = head.request(authorization="Bearer right", AUTHORIZATION="Bearer made-up")
+    client.upload(b"")
+    await client.status()
+    assert head.seen == [RequestTerms("key-27042f4e")]
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer made-up", "Basic right"])

@@ -189,7 +189,8 @@ class AdmissionMiddleware:
         now = admission.clock()
         try:
             has_key = self._has_key(RequestHeaders(scope=scope))
-            terms = request_terms(dict(scope["headers"]), admission.tenant_headers, has_key)
+            # Of a header that is sent twice, the first counts, as in the check of the key.
+            terms = request_terms(dict(reversed(scope["headers"])), admission.tenant_headers, has_key)
         except BadTimeoutError as error:
             await error_response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
             return
