@@ -227,14 +227,14 @@ class OmniConfig:
     admin_key_file: str | None = _file(
         Side.HEAD,
         "File with admin keys, one per line, of 16 or more characters; mode 0600. Changes over HTTP and explain then "
-        "need one as a bearer token; without this flag the head's own key (vllm-omni-plugin admin-key), or a unix "
-        "socket (--uds).",
+        "need one as a bearer token; without this flag the head's own key (vllm-omni-plugin admin-key), which a head "
+        "with --uds does not have.",
     )
     admin_loopback: bool = _flag(
         False,
         Side.HEAD,
-        "Let every client with a loopback address change the fleet: all users of this machine, and all clients of a "
-        "proxy, tunnel, sidecar or `kubectl port-forward`.",
+        "Let every client with a loopback address or of --uds change the fleet: all users of this machine, and all "
+        "clients of a proxy, tunnel, sidecar or `kubectl port-forward`.",
     )
     admin_port: int | None = _port(
         Side.HEAD,

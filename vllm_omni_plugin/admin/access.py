@@ -20,7 +20,7 @@ excludes an address that uvicorn took from a header instead of the connection.""
 
 
 _REMEDY = (
-    "The head keeps one for commands of its own user on its machine: vllm-omni-plugin finds it there, and "
+    "A head without --uds keeps one for commands of its own user on its machine: vllm-omni-plugin finds it there, and "
     f"`vllm-omni-plugin admin-key` prints it. To have others, start the head with {ADMIN_KEY_FLAG}."
 )
 
@@ -33,8 +33,9 @@ class Access:
         has_api_key: always true if the server has no API keys.
         has_admin_key: whether it is one of the operator's keys, or this server's own, see `publish_local_key`.
         has_key_file: whether the operator gave keys; then nothing else allows a change.
-        unix_socket: the server listens on a unix socket. Its clients have no address, and may change the fleet.
-        loopback: clients with a loopback address may change the fleet. A forwarder on this machine has one, too.
+        unix_socket: the server listens on a unix socket, whose clients have no address.
+        loopback: clients with a loopback address, or of the unix socket, may change the fleet. A forwarder on this
+            machine is one of them, and need not add a header.
     """
 
     has_api_key: KeyCheck
@@ -67,11 +68,11 @@ class Access:
     def _is_local(self, request: Request) -> bool:
         if any(name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES) for name in request.headers):
             return False
+        if not self.loopback:
+            return False
         if request.client is None:
             # A TCP peer that disconnected before its address could be read is unknown.
             return self.unix_socket
-        if not self.loopback:
-            return False
         try:
             address = ip_address(request.client.host)
         except ValueError:
