@@ -13,6 +13,7 @@ from vllm.v1.engine import (
     FinishReason,
 )
 from vllm.v1.engine import UtilityOutput as EngineUtilityOutput
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats as EngineSchedulerStats
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder
 
@@ -49,6 +50,7 @@ def test_type_bytes_reasons_and_extensions_are_vllms() -> None:
     for reason, ours in (("STOP", "STOP"), ("ABORT", "ABORTED"), ("ERROR", "ERROR")):
         assert FinishReason[reason] == getattr(stage_protocol, ours)
     assert stage_protocol.RAW_VIEW == CUSTOM_TYPE_RAW_VIEW
+    assert stage_protocol.ENGINE_DEAD == EngineCoreProc.ENGINE_CORE_DEAD
 
 
 @pytest.mark.parametrize("size", [2, 2000])

@@ -1,5 +1,6 @@
 """Python stages as users write them, without torch: their processes start at once."""
 
+import atexit
 import os
 import signal
 from collections.abc import Sequence
@@ -72,9 +73,15 @@ class Faulty(PythonStage):
                 return StageOutput(metadata={1: 2})  # type: ignore[dict-item]
             case "text":
                 return StageOutput(text=b"bytes")  # type: ignore[arg-type]
-            case "exit":
-                raise SystemExit(3)
         return StageOutput(text=job.input.text or "")
+
+
+class Ending(Echo):
+    """Its code ends the process, which exits once somebody reads the file that the input names."""
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        atexit.register(Path(jobs[0].input.text or "").write_text, "")
+        raise SystemExit(3)
 
 
 class Counting(PythonStage):

@@ -123,6 +123,17 @@ async def test_a_stage_that_cannot_handle_a_message_ends(monkeypatch: pytest.Mon
                 await engine.ended
 
 
+async def test_a_stage_whose_code_ends_its_process_has_crashed_before_the_process_has_ended(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    os.mkfifo(note)
+    async with open_head(stage("classes:Ending")) as head:
+        head.send("a", str(note))
+        await eventually(lambda: head.deaths)
+        assert head.deaths == ["the engine reported its own death"]
+        assert head.client.engine_failed
+        note.read_text()
+
+
 def has_handled(pid: int, signum: int) -> bool:
     """Whether a process has handled a signal sent before: the signal wakes the main thread, which sleeps again then."""
     lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())

@@ -68,6 +68,9 @@ class StageEngine(SocketEngine):
 
     def _fail(self, error: BaseException) -> None:
         if not self.ended.done():
+            # Heads would see its connection break before its process has exited, and not know that it has crashed.
+            for client_index in range(len(self._outputs)):
+                self._put(client_index, [stage_protocol.ENGINE_DEAD])
             self.ended.set_exception(error)
 
     def _add(self, request: stage_protocol.StageRequest) -> None:

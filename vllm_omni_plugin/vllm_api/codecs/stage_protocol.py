@@ -14,6 +14,9 @@ ADD, ABORT, UTILITY = b"\x00", b"\x01", b"\x03"
 STOP, ABORTED, ERROR = 0, 2, 3
 """Values of `FinishReason`."""
 
+ENGINE_DEAD = b"ENGINE_CORE_DEAD"
+"""The only frame of an engine that reports its own death."""
+
 RAW_VIEW = 3
 """Code of the msgpack extension that holds the bytes of a small tensor."""
 
