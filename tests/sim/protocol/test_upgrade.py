@@ -114,6 +114,26 @@ async def test_an_upgrade_loses_no_request_and_none_is_answered_by_two_generatio
     assert wrong == []
 
 
+async def test_heads_of_both_generations_join_a_coordinator_that_followed_the_one_of_the_old_head() -> None:
+    # The old head, and so the coordinator, ends before the new one has joined. Then the old version comes back.
+    coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", fingerprints={0: OLD})
+    address = coordinator.router_zmq_addr
+    async with AsyncExitStack() as stack:
+        stack.callback(lambda: coordinator.close())
+        old_nodes = await stack.enter_async_context(open_nodes(address, NODES, OLD_ENGINES, OLD))
+        new_nodes = await stack.enter_async_context(open_nodes(address, NODES, NEW_ENGINES, NEW))
+        async with old_nodes() as first:
+            await eventually(lambda: shown(first) == [UNUSED] * NODES, "the old head shows the new nodes")
+            coordinator.close()
+        joining = asyncio.create_task(stack.enter_async_context(new_nodes()))
+        coordinator = OmniCoordinator(address, "tcp://127.0.0.1:*", settle_time=0.5, fingerprints={0: NEW})
+        new = await joining
+        await new.fleet_calls.call("set_weight_version", ("of the new ones",), [0])
+        old = await stack.enter_async_context(old_nodes())
+        await eventually(lambda: shown(new) == shown(old) == [USED] * NODES, "both generations are in use")
+        assert (old.fleet_calls.state.version, new.fleet_calls.state.version) == (0, 1)
+
+
 THINKERS, REFINERS = (replace(PIPELINE_SETTINGS, step_s=0.005, seed=seed) for seed in (1, 2))
 NEW_REFINERS = replace(REFINERS, seed=3)
 
