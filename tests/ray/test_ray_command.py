@@ -158,6 +158,8 @@ def test_an_unreachable_head_and_its_return_are_logged_once(
         (["up", *HEAD, "--stage", "0", "--stage", "1", "--address", "a:1"], "argument --address: all stages use one"),
         (["up", "M", *HEAD, "--omni_drain_timeut=9"], "--omni-drain-timeut (did you mean '--omni-drain-timeout'?)"),
         (["up", "M", *HEAD, "--nnodes=2"], "argument --nnodes: give --machines, and Ray chooses them"),
+        (["up", "M", *HEAD, "--machines=2", "--node_rank=1"], "argument --node-rank: give --machines, and Ray chooses"),
+        (["up", "M", *HEAD, "--machines=2", "--master-addr", "a"], "argument --master-addr: give --machines, and Ray"),
         (["up", "M", *HEAD, "--machines", "2", "--num-gpus=0", "--num-cpus=0"], "argument --machines: it needs"),
     ],
 )

@@ -23,6 +23,7 @@ _DESCRIPTION = """Run headless nodes as actors of a Ray cluster, and replace tho
 all nodes. Other arguments go to `vllm serve --headless` on each node, which needs the head's --omni-master-address and
 --omni-master-port. Start the head yourself, before or after this command."""
 _TARGET_WAIT_S = 2.0
+_OF_MACHINES = ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port")
 
 
 def run_ray(arguments: Sequence[str]) -> int:
@@ -88,8 +89,9 @@ def _parse_stage(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
     if args.machines > 1 and not args.num_gpus + args.num_cpus:
         parser.error("argument --machines: it needs --num-gpus or --num-cpus, of each machine")
     given, others = parse_fleet_flags(serve, _PROG)
-    if not {"--nnodes", "-n"}.isdisjoint(word.partition("=")[0] for word in others):
-        parser.error("argument --nnodes: give --machines, and Ray chooses them")
+    for name in (word.partition("=")[0].replace("_", "-") for word in others):
+        if name in _OF_MACHINES:
+            parser.error(f"argument {name}: give --machines, and Ray chooses them")
     known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
     for name in (word.partition("=")[0] for word in others):
         if name.startswith("--omni-"):
