@@ -89,6 +89,24 @@ async def test_an_old_list_does_not_undo_the_status_from_the_node(fleet: Fleet) 
     assert not replica.closed
 
 
+async def test_a_replica_that_was_late_and_lost_is_not_said_to_answer_in_time_before_it_is_attached_again(
+    fleet: Fleet,
+) -> None:
+    (replica,) = await fleet.joined(row(1))
+    replica.on_late(True)
+    fleet.may_attach.clear()
+    replica.client.mark_dead("its machine does not answer")
+    await eventually(lambda: fleet.attaching == 1)
+    # The coordinator does not hear from it either.
+    fleet.register(row(1, status=ReplicaStatus.ERROR), accepts=False)
+    await fleet.all_handled()
+    kinds = [event.kind.value for event in fleet.orchestrator.events.after()]
+    assert kinds[-2:] == ["drain", "lost"]
+    fleet.may_attach.set()
+    await fleet.serving(1)
+    assert [event.kind.value for event in fleet.orchestrator.events.after()][-2:] == ["resume", "attach"]
+
+
 async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:

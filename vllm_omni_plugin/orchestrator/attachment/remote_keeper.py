@@ -128,10 +128,10 @@ class RemoteReplicaKeeper:
             self._changed.clear()
             await self._changed.wait()
         self._changed.clear()
-        self._server_drains = self._late = False
+        self._server_drains = False
         member = self.member
         replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
-        self._replica, self._differences = replica, ""
+        self._replica, self._differences, self._late = replica, "", False
         self._show_generation()
         replica.on_lost, replica.on_late = self._on_lost, self._on_late
         try:
