@@ -58,6 +58,24 @@ def test_the_folder_of_a_running_process_stays(short_path: Path) -> None:
             assert running.socket.exists()
 
 
+def test_a_folder_that_was_removed_while_its_process_runs_is_made_again_and_locked(short_path: Path) -> None:
+    code = (
+        "import shutil, sys\n"
+        "from pathlib import Path\n"
+        "from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address, sweep, use_socket_folder\n"
+        "use_socket_folder()\n"
+        "folder = Path(new_ipc_address().removeprefix('ipc://')).parent\n"
+        "shutil.rmtree(folder)\n"
+        "assert Path(new_ipc_address().removeprefix('ipc://')).parent == folder\n"
+        "sweep(sys.argv[1])\n"
+        "print(oct(folder.stat().st_mode))\n"
+    )
+    environment = {**os.environ, "VLLM_RPC_BASE_PATH": str(short_path)}
+    command = [sys.executable, "-c", code, str(short_path)]
+    assert subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout == "0o40700\n"
+    assert list(short_path.iterdir()) == []
+
+
 def test_only_folders_with_the_prefix_are_removed(short_path: Path) -> None:
     other = short_path / "other"
     other.mkdir()

@@ -2,11 +2,12 @@
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.conditions import eventually
+from tests.fakes.conditions import eventually, repeated
 from tests.fakes.told_probe import told_probes
 from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
@@ -89,6 +90,32 @@ async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(
         # Another slot, if the first is not free yet.
         node.engine.send_tokens(attached.client_index, "alive")
         assert await head.read_ids(1) == ["alive"]
+
+
+async def test_an_engine_whose_sockets_were_removed_is_restarted_once_no_head_uses_it(
+    node: Node, head: Head, socket_folder: Path
+) -> None:
+    before = await node.up()
+    shutil.rmtree(socket_folder)
+    os.mkdir(socket_folder)
+    async with node.head() as other:
+        refusal = await other.try_attach(before.incarnation)
+        assert isinstance(refusal, AttachRefused)
+        assert f"No such file or directory: '{socket_folder}" in refusal.reason
+        assert not refusal.lasting
+        # What has its connections goes on.
+        await head.add("a")
+        node.engine.send_tokens(0, "of the same engine")
+        assert await head.read_ids(1) == ["of the same engine"]
+        await head.detach()
+
+        async def restarts() -> bool:
+            await other.try_attach(before.incarnation)
+            return node.launcher.engines[0].process.ended
+
+        await repeated(restarts, "a restart")
+        after = await node.up(after=before.incarnation)
+        await other.attach(after.incarnation)
 
 
 async def test_an_engine_is_busy_while_a_head_says_that_it_has_a_long_call_open(

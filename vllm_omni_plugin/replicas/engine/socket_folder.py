@@ -23,7 +23,13 @@ _ATTEMPTS = 3
 
 
 def new_ipc_address() -> str:
-    return f"ipc://{socket_base()}/{uuid4()}"
+    """An address that nobody uses. Makes this process's folder again if something has removed it meanwhile."""
+    folder = Path(socket_base())
+    if folder.name.startswith(_PREFIX):
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+            _lock(folder)
+    return f"ipc://{folder}/{uuid4()}"
 
 
 def socket_base() -> str:

@@ -198,6 +198,8 @@ class AttachedHeads:
             self._leases.end(lease)
             self._leases.free(lease.slot)
             self._close_ports(lease.slot)
+            if isinstance(error, FileNotFoundError) and not self._leases:
+                self._engine.mark_lost(f"its sockets were removed: {error}")
             return wire.AttachRefused(str(error), lasting=False)
         if message.generation or len(self._leases) == 1:
             self._heads_generation = message.generation

@@ -1,6 +1,7 @@
 """One output of an engine: read by a proxy while a head holds its lease, otherwise by the server."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,12 @@ class OutputSlot:
         self.client.start()
 
     def lease(self, new_proxy: Callable[..., DataProxy]) -> DataProxy:
-        """Give the slot to a head; `new_proxy` makes a `DataProxy`, from the arguments that it takes by name."""
+        """Give the slot to a head; `new_proxy` makes a `DataProxy`, from the arguments that it takes by name.
+
+        Raises FileNotFoundError if the engine's sockets were removed, so that nothing can connect to them any more.
+        """
+        for address in (self._link.input_addr, self._link.output_addr):
+            os.stat(address.removeprefix("ipc://"))
         self.client.pause_reading()
         # Outputs that have arrived belong to an earlier head.
         self.client.drain()
