@@ -78,6 +78,20 @@ async def test_suspects_with_some_tokens_go_on_at_once_where_no_other_is_kept_ap
         assert isinstance(dict(await fleet.read())["p"], RequestLostError)
 
 
+async def test_suspects_of_another_crash_may_go_where_one_is_no_longer_suspected() -> None:
+    async with FakeFleet(replicas=5) as fleet:
+        for name in "abc":
+            await fleet.submit(name, affinity=0)
+        for name in "de":
+            await fleet.submit(name, affinity=4)
+        die(fleet, 0)
+        assert {*map(fleet.home, "abc")} == {1, 2, 3}
+        # Now `a` is the culprit, and neither `b` nor `c` has got a token since.
+        die(fleet, fleet.home("a"))
+        die(fleet, 4)
+        assert {*map(fleet.home, "de")} == {*map(fleet.home, "bc")}
+
+
 async def test_a_replica_that_crashes_twice_gives_no_culprit_while_another_serves() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in "ab":
