@@ -203,12 +203,15 @@ class OtherMachine:
                 while not lost.is_set():
                     self._changed.clear()
                     link.send(self._report())
+                    due_at = self._clock() + settings.interval
                     with suppress(TimeoutError):
                         async with asyncio.timeout(settings.interval):
                             await self._changed.wait()
                     if self._refusal:
                         raise OmniError(f"the first machine, {settings.first}, refuses this one: {self._refusal}")
-                    if self._clock() - self._answered_at > settings.timeout:
+                    now = self._clock()
+                    # As `MeetingHost.watch`: what came while this process did not run is read first.
+                    if now - self._answered_at > settings.timeout and now - due_at <= settings.interval:
                         raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
             finally:
                 if self._leaving and not self._heard.is_set():
