@@ -96,7 +96,9 @@ async def test_a_coordinator_that_ends_ends_the_ranks(group: Group) -> None:
     assert await group.met(after=1) == 2
 
 
-async def test_a_coordinator_that_does_not_start_is_tried_again(empty: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_coordinator_that_does_not_start_is_tried_again(
+    empty: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("vllm_omni_plugin.replicas.machines.group_leader.Backoff", partial(Backoff, 0.01))
     first = empty.start(0)
     first.launcher.not_coordinated = 2
@@ -104,6 +106,9 @@ async def test_a_coordinator_that_does_not_start_is_tried_again(empty: Group, mo
     empty.start(2)
     assert await empty.met() == 1
     assert first.launcher.not_coordinated == 0
+    logged = [record.getMessage() for record in caplog.records if "meeting" in record.getMessage()]
+    failed = "A meeting of the group failed, and is tried again in 0 s: vLLM's coordinator did not start"
+    assert logged == [failed] * 2
 
 
 @pytest.mark.parametrize("rank", range(MACHINES))

@@ -74,8 +74,11 @@ class GroupLeader(MeetingHost):
             exited.cancel()
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
-        logger.warning("The group's meeting ended, and all ranks are started again: %s", reason)
-        await asyncio.sleep(0.0 if isinstance(reason, str) else seconds)
+        if isinstance(reason, str):
+            logger.warning("A meeting of the group has ended; the next one begins when all ranks wait: %s", reason)
+        else:
+            logger.warning("A meeting of the group failed, and is tried again in %.0f s: %s", seconds, reason)
+            await asyncio.sleep(seconds)
         return True
 
     def _end_broken(self) -> None:
