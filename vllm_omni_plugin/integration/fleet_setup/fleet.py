@@ -202,7 +202,7 @@ class Fleet:
     def _on_session(self, problem: str) -> None:
         self.orchestrator.metrics.coordinator_connected = not problem
         if problem:
-            logger.warning("%s. Attached replicas go on serving; trying again.", problem)
+            logger.warning("No replica can join for now: %s. Attached ones go on serving; trying again.", problem)
         else:
             logger.info("This head has a session with the coordinator.")
 
