@@ -206,6 +206,8 @@ def test_a_model_on_the_hub_is_identified_by_the_resolved_commit(hub: Hub, revis
     assert between(online, vllm_config(hub.snapshot(COMMIT))) == []
     expected = [f"revision: head has {COMMIT}, replica {OTHER}"]
     assert differences(found, fingerprint(hub.online(OTHER, None), 0)) == expected
+    # Its branch has moved since, in a cache that several machines share.
+    assert fingerprint(online, 0) == found
 
 
 def test_a_model_with_weights_elsewhere_is_identified_by_their_address(model: Path) -> None:

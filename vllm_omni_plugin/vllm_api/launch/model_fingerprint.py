@@ -3,21 +3,18 @@
 import json
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import vllm
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import ResolvedRevision
 
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import adapter_digest, digest, names_and_sizes
 from vllm_omni_plugin.vllm_api.engine_messages.moving import PROCESSOR_PLUGINS
 
 _HUB_CACHE_PREFIX = "models--"
 _HUB_SNAPSHOTS = "snapshots"
-_CONFIGS = ("config.json", "params.json")
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"))
 """vLLM loads the first kind that exists. Other files, such as the state of a training, are not part of the model."""
@@ -129,15 +126,7 @@ def _commit(model: Any) -> str:
     parts = Path(model.model).parts
     if any(part.startswith(_HUB_CACHE_PREFIX) for part in parts) and _HUB_SNAPSHOTS in parts[:-1]:
         return parts[parts.index(_HUB_SNAPSHOTS) + 1]
-    if Path(model.model).exists():
-        return ""
-    for config in _CONFIGS:
-        with suppress(HFValidationError):
-            # vLLM has just read this file, so it is cached. A model that is not on the hub has no valid name there.
-            found = try_to_load_from_cache(model.model, config, revision=model.revision)
-            if isinstance(found, str):
-                return Path(found).parent.name
-    return ""
+    return model.revision.resolved if isinstance(model.revision, ResolvedRevision) else ""
 
 
 def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
