@@ -231,3 +231,20 @@ def test_a_coordinator_gives_numbers_once_it_has_learned_those_of_running_replic
     info = query_head(address, 0, None, host_slots=["n/0", "m/0"]).info
     assert info is not None
     assert info.numbers == (1, 2)
+
+
+def test_a_query_with_many_new_host_slots_does_not_look_at_all_numbers_for_each() -> None:
+    steps = 0
+
+    class Number(int):
+        def __add__(self, other: int) -> "Number":
+            nonlocal steps
+            steps += 1
+            return Number(int(self) + other)
+
+    book = NumberBook({0: Number(2)}, 1024)
+    for node in range(4):
+        numbers = [book.prepare(0, f"n{node}/{slot}") for slot in range(1024)]
+        assert len(set(numbers)) == 1024
+        assert min(numbers) == 2
+    assert 1024 <= steps < 2 * 4 * 1024

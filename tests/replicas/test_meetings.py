@@ -11,7 +11,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     decode_from_server,
     encode,
 )
-from vllm_omni_plugin.replicas.machines.meetings import Meetings
+from vllm_omni_plugin.replicas.machines.meetings import MAX_REPLACED, Meetings
 from vllm_omni_plugin.replicas.machines.other_machine import Attendance, Step
 
 TIMEOUT = 10.0
@@ -115,6 +115,15 @@ def test_a_process_that_was_started_again_breaks_the_meeting_and_its_predecessor
     assert met.report(peer(1), report(2, process=1), now=1.1) == [(peer(1), refusal)]
     met.end(7)
     assert met.missing(1.2) == []
+
+
+def test_of_processes_that_were_replaced_the_last_ones_are_remembered(meetings: Meetings) -> None:
+    for process in range(2, MAX_REPLACED + 10):
+        meetings.report(b"again", report(1, process=process), now=1.0)
+    ((_, answer),) = meetings.report(b"late", report(1, process=MAX_REPLACED + 8), now=1.0)
+    assert answer.refusal
+    *_, (_, answer) = meetings.report(b"first", report(1, process=2), now=1.0)
+    assert not answer.refusal
 
 
 def test_a_machine_with_another_setup_is_refused_by_name(meetings: Meetings) -> None:

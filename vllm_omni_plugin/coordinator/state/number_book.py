@@ -1,5 +1,6 @@
 """Numbers and ids that replicas keep over their restarts."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaEvent, ReplicaKey
@@ -28,6 +29,8 @@ class NumberBook:
         self._remembered = least_remembered
         self._numbers: dict[_Scoped, int] = {}
         self._names: dict[tuple[int, int], _Name] = {}
+        # By scope: all lower numbers are taken.
+        self._taken_below = defaultdict(int, first)
         # Oldest first.
         self._absent: dict[_Scoped, None] = {}
         self._holders: dict[_Scoped, ReplicaKey] = {}
@@ -93,12 +96,13 @@ class NumberBook:
         number = self._numbers.pop(scoped, None)
         if number is not None:
             del self._names[scoped[0], number]
+            if number >= self._first.get(scoped[0], 0):
+                self._taken_below[scoped[0]] = min(self._taken_below[scoped[0]], number)
 
     def _lowest_free(self, scope: int) -> int:
-        number = self._first.get(scope, 0)
-        while (scope, number) in self._names:
-            number += 1
-        return number
+        while (scope, self._taken_below[scope]) in self._names:
+            self._taken_below[scope] += 1
+        return self._taken_below[scope]
 
 
 class ReplicaNumbers:

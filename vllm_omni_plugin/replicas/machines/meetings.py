@@ -15,6 +15,8 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
 
 Messages = list[tuple[bytes, MeetingPlan]]
 """What to send, by ZMQ peer."""
+MAX_REPLACED = 1024
+"""Processes that are known to have been replaced, so that one that is started again and again takes no more memory."""
 _NOTHING = "nothing"
 _LONGEST_INTERVAL_S = 1.0
 
@@ -90,6 +92,8 @@ class Meetings:
         if former is not None and former.report.process != report.process:
             refusal = f"{report.address} came later with the same --node-rank {report.rank}"
             self._replaced[former.report.process] = refusal
+            if len(self._replaced) > MAX_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
             answers = [(former.peer, _refuse(refusal))]
         self._others[report.rank] = _Machine(peer, report, now)
         # Not whether others are silent: if this process stood still, their reports are read next.
