@@ -1,6 +1,7 @@
 """vLLM's OutputProcessor behind our guard: what it cannot process fails one request, and AsyncLLM's loop goes on."""
 
 from collections.abc import Sequence
+from math import inf, nan
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
@@ -215,9 +216,10 @@ HIGHEST = 2**31 - 1
 PROMPT_LOGPROBS = LogprobsTensors(*map(torch.from_numpy, logprobs(4, 2)[:3]))
 
 
-def sent(output: Any) -> Sequence[Any]:
+def sent(output: Any, timestamp: float = 1.5) -> Sequence[Any]:
     outputs = [EngineCoreOutput("first", [1]), output, EngineCoreOutput("last", [2])]
-    message = EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats(num_running_reqs=3), timestamp=1.5)
+    stats = SchedulerStats(num_running_reqs=3)
+    message = EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=timestamp)
     return [bytearray(frame) for frame in MsgpackEncoder().encode(message)]
 
 
@@ -267,6 +269,14 @@ def test_an_invalid_token_id_is_refused(tokens: list[Any], complaint: str) -> No
 def test_numbers_that_a_front_end_cannot_read_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         EngineApi().decode_outputs(sent(EngineCoreOutput("r", [1], **fields)))
+
+
+@pytest.mark.parametrize("time", [nan, inf, -1.0, 1e300])
+def test_a_time_after_which_sums_of_times_would_be_nan_for_ever_is_refused(time: float) -> None:
+    event = EngineCoreEvent(EngineCoreEventType.QUEUED, time)
+    for frames in (sent(EngineCoreOutput("r", [1]), time), sent(EngineCoreOutput("r", [1], events=[event]))):
+        with pytest.raises(WireError):
+            EngineApi().decode_outputs(frames)
 
 
 def test_a_tensor_that_only_python_stages_read_is_decoded_and_not_for_the_rust_front_end() -> None:

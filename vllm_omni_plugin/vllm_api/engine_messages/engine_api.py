@@ -12,7 +12,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 from vllm.sampling_params import _SAMPLING_EPS
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    FinishReason,
+)
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
@@ -224,6 +230,9 @@ def _outputs_decoder() -> Any:
     # Not the configured vocabulary size: a model's head may be wider.
     token = Annotated[int, Meta(ge=0, lt=_ID_LIMIT)]
     count = Annotated[int, Meta(ge=0, lt=_COUNT_LIMIT)]
+    # Sums of times in metrics would be NaN for ever.
+    seconds = Annotated[float, Meta(ge=0, lt=2.0**53)]
+    event = msgspec.defstruct("CheckedEvent", [("timestamp", seconds)], bases=(EngineCoreEvent,))
     speculation = _checked(RequestSpecDecodeMetrics, {int: count, list[int]: GenericAlias(list, count)})
     options: dict[str, Any] = {"array_like": True, "omit_defaults": True, "gc": False}
     # Redefined fields keep their positions.
@@ -232,6 +241,7 @@ def _outputs_decoder() -> Any:
         [
             ("new_token_ids", GenericAlias(list, token)),
             ("stop_reason", count | str | None, None),
+            ("events", GenericAlias(list, event) | None, None),
             ("prefill_stats", _PrefillStats | None, None),
             ("num_nans_in_logits", count, 0),
             ("spec_decode_metrics", speculation | None, None),
@@ -239,5 +249,8 @@ def _outputs_decoder() -> Any:
         bases=(EngineCoreOutput,),
         **options,
     )
-    outputs: Any = [("outputs", GenericAlias(list, output), msgspec.field(default_factory=list))]
+    outputs: Any = [
+        ("outputs", GenericAlias(list, output), msgspec.field(default_factory=list)),
+        ("timestamp", seconds, 0.0),
+    ]
     return _OutputsDecoder(msgspec.defstruct("CheckedOutputs", outputs, bases=(EngineCoreOutputs,), **options))
