@@ -3,6 +3,8 @@
 import atexit
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,14 @@ class Ending(Echo):
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
         atexit.register(Path(jobs[0].input.text or "").write_text, "")
         raise SystemExit(3)
+
+
+class Starting(Echo):
+    """Starts a process for each batch."""
+
+    def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
+        process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        return [StageOutput(metadata={"pid": process.pid}) for _ in jobs]
 
 
 class Counting(PythonStage):

@@ -100,7 +100,7 @@ def test_an_invalid_cost_is_replaced_by_the_size_with_one_warning(cost: Any, cap
     for _ in range(2):
         assert len(priced.describe(request)[0]["prompt"].token_ids) == 4
     (said,) = caplog.messages
-    assert "tests.stages.classes:Priced.cost: " in said
+    assert "tests.stages.classes:Priced.cost failed: " in said
     request.metadata = {"cost": 7.9}
     assert len(priced.describe(request)[0]["prompt"].token_ids) == 7
 

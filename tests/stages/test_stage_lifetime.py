@@ -169,6 +169,18 @@ async def test_a_computation_that_never_ends_is_killed_when_the_replica_closes(g
         gate.release()
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=lambda signum: signum.name)
+async def test_processes_that_a_stage_has_started_do_not_outlive_it(signum: signal.Signals) -> None:
+    async with open_head(stage("classes:Starting")) as head:
+        head.send("a", "start one")
+        started = os.pidfd_open((await head.answer("a")).metadata["pid"])
+        os.kill(head.replica.pid, signum)
+        await eventually(lambda: head.deaths)
+        await head.replica.close(head.executor, timeout=0.0)
+        assert ended(started)
+        os.close(started)
+
+
 def test_a_stage_does_not_outlive_the_process_that_started_it() -> None:
     with subprocess.Popen(OWNER, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None

@@ -13,14 +13,17 @@ from importlib.metadata import version
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
+from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline import Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit
 
 logger = init_logger(__name__)
@@ -52,6 +55,8 @@ class StageParameters(msgspec.Struct, frozen=True):
 class StageProcess:
     """A stage's process; a `replicas.engine.engine_start.Process`. It exits when this process does.
 
+    What it has started, such as loaders of data, is marked, and killed when it has ended.
+
     Not a `multiprocessing.Process`, which would run the parent's main module in the child and so import vLLM. With
     `share_memory` it shares memory with the process if the system allows it; `wait` adds the addresses to `parameters`.
     """
@@ -60,6 +65,8 @@ class StageProcess:
         self.memory: SharedMemory | None = None
         self._parameters = parameters
         self.connection, theirs = Pipe()
+        # A name where an engine has a file for its exit note.
+        self._mark = f"/proc/{os.getpid()}/fd/stage-{uuid4().hex}"
         with theirs, ExitStack() as ours:
             if share_memory:
                 self._share_memory(ours)
@@ -70,6 +77,7 @@ class StageProcess:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
                     pass_fds=[theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd],
+                    env={**os.environ, FLEET_ENGINE: self._mark},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )
@@ -121,14 +129,16 @@ class StageProcess:
         self.memory = None
         if self._popen.poll() is None:
             self._popen.kill()
-            threading.Thread(target=self._popen.wait, name="stage-reaper", daemon=True).start()
+            threading.Thread(target=self.exit_code, args=(None,), name="stage-reaper", daemon=True).start()
 
-    def exit_code(self, timeout: float) -> int:
+    def exit_code(self, timeout: float | None) -> int:
         """Wait `timeout` seconds for its end, then kill it; return its exit code, negative for a signal. Blocks."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
         self._popen.kill()
-        return self._popen.wait()
+        code = self._popen.wait()
+        kill_marked(self._mark)
+        return code
 
 
 @dataclass(eq=False)
