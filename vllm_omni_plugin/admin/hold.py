@@ -83,7 +83,7 @@ class Hold:
             if ending.done():
                 raise self._refuse(SHUTTING_DOWN)
             if not gone.done() and not served.done():
-                raise self._refuse_without_replica(f"waited {longest:.3g} s")
+                raise self._refuse_without_replica(f"the request waited {longest:.3g} s")
             if gone.done():
                 gone.result()
             return not gone.done()
@@ -105,16 +105,16 @@ class Hold:
         self.orchestrator.metrics.held_bytes_before_accept -= size
 
     def _refuse_without_replica(self, reason: str) -> NoReplicaError:
-        return self._refuse(f"{unavailable(self.orchestrator)} ({reason})")
+        return self._refuse(str(unavailable(self.orchestrator, reason)))
 
     def _refuse(self, message: str) -> NoReplicaError:
         self.orchestrator.metrics.requests_failed_before_accept += 1
         return NoReplicaError(message)
 
 
-def unavailable(orchestrator: Orchestrator) -> NoReplicaError:
+def unavailable(orchestrator: Orchestrator, why: str = "") -> NoReplicaError:
     pools = orchestrator.needed_pools
-    return next((pool for pool in pools if not pool.serving), pools[0]).unavailable()
+    return next((pool for pool in pools if not pool.serving), pools[0]).unavailable(why)
 
 
 class HoldMiddleware:

@@ -130,7 +130,8 @@ class RunFinisher:
 
     def refuse(self, run: StageRun, waited: float) -> None:
         """End a run that has waited for a replica in vain, or may not wait."""
-        self.fail(run, run.fail_without_replica(self._pool.unavailable(waited)), refused=True)
+        why = f"the request waited {waited:.0f} s" if waited else ""
+        self.fail(run, run.fail_without_replica(self._pool.unavailable(why)), refused=True)
 
     def expire(self, run: StageRun) -> None:
         """End a run whose deadline has passed, and that no engine has."""

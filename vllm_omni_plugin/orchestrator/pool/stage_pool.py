@@ -253,13 +253,10 @@ class StagePool:
         loads = tuple((member.name, member.load) for member in self.serving)
         return Explanation(self.policy, decision, loads, may_begin, queue_position)
 
-    def unavailable(self, waited: float = 0.0) -> NoReplicaError:
-        """The error for a request that has waited for some seconds while no replica serves. From any thread."""
-        wait = f"; the request waited {waited:.0f} s for one" if waited else ""
-        return NoReplicaError(
-            f"No replica of stage {self.stage_id} can serve right now ({_states(self.members)}){wait}. "
-            "Please try again later."
-        )
+    def unavailable(self, why: str = "") -> NoReplicaError:
+        """The error for a request while no replica serves; `why` it does not wait (any more). From any thread."""
+        state = f"No replica of stage {self.stage_id} can serve right now ({_states(self.members)})"
+        return NoReplicaError(f"{'; '.join(filter(None, (state, why)))}. Please try again later.")
 
     def charge(self, member: PoolMember, run: StageRun) -> None:
         member.in_flight[run.engine_request_id] = run
