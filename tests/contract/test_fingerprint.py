@@ -166,6 +166,24 @@ def test_who_normalizes_images_must_be_the_same(model: Path, by_engine: bool, fi
     assert between(head, replica) == fields
 
 
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        pytest.param({"mm_encoder_attn_dtype": "fp8"}, ["multimodal"], id="a quantized encoder"),
+        pytest.param({"video_pruning_rate": 0.5}, ["multimodal"], id="tokens that the engine drops"),
+        pytest.param({"language_model_only": True}, ["multimodal"], id="no encoder"),
+        pytest.param({"mm_processor_cache_gb": 1.0, "limit_per_prompt": {"image": 2}}, [], id="of the head"),
+    ],
+)
+def test_what_the_engine_makes_of_images_must_be_the_same(
+    model: Path, given: dict[str, Any], fields: list[str]
+) -> None:
+    head, replica = vllm_config(model), vllm_config(model)
+    head.model_config.multimodal_config = MultiModalConfig()
+    replica.model_config.multimodal_config = MultiModalConfig(**given)
+    assert between(head, replica) == fields
+
+
 def test_a_cached_model_is_identified_by_its_name_and_commit(tmp_path: Path) -> None:
     cache = write_model(tmp_path / "models--org--name" / "snapshots" / "0a1b")
     found = fingerprint(vllm_config(cache), 0)

@@ -39,7 +39,8 @@ MAX_ERROR_CHARS = 4096
 _FIELDS_OF_GENERATION = (
     "stage, vLLM version, model, revision, code revision, load format, hf-overrides, tokenizer, tokenizer mode, "
     "runner, pooling, dtype, KV cache dtype, quantization, quantization config, max model length, prompt embeddings, "
-    "images are normalized, logprobs mode, logits processors, LoRA, stage name, stage class, options, plugin version"
+    "images are normalized, multimodal, logprobs mode, logits processors, LoRA, stage name, stage class, options, "
+    "plugin version"
 )
 """A new field of a fingerprint comes here two versions later, when all versions that read this wire have it."""
 # JSON numbers below this are exact for every reader.

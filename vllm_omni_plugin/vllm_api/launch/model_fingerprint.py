@@ -21,6 +21,8 @@ _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
 _SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read the usual files of a checkpoint."""
+_OF_IMAGES = ("language_model_only", "mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method")
+"""What of the multimodal configuration changes what an engine computes, beside who normalizes."""
 _PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
 _LONGEST_TEXT = 200
 _NOT_IN_VECTORS = ("pooling_type", "enable_flash_late_interaction", "enable_chunked_processing", "max_embed_len")
@@ -60,6 +62,7 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         # Without it an engine computes a prompt of embeddings from the tokens that such a prompt does not have.
         "prompt embeddings": str(model.enable_prompt_embeds),
         "images are normalized": _normalizes(model.multimodal_config),
+        "multimodal": _short(str({name: getattr(model.multimodal_config, name, None) for name in _OF_IMAGES})),
         "logprobs mode": str(model.logprobs_mode),
         "logits processors": _logits_processors(model.logits_processors),
         "LoRA": _lora(vllm_config.lora_config),
