@@ -1,5 +1,6 @@
 """vLLM's registry of adapters as all servers of a fleet share it."""
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -136,6 +137,27 @@ async def test_an_adapter_that_other_servers_failed_to_unload_stays_and_can_be_u
     await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
     assert await listed(models) == ["base"]
     assert len(client.forgotten) == 1
+
+
+async def test_an_adapter_that_is_unloaded_while_it_loads_is_forgotten_everywhere(client: FakeFleetClient) -> None:
+    models = await server(client)
+    engines_load, loads = asyncio.Event(), asyncio.Event()
+
+    async def add_lora(request: LoRARequest) -> bool:
+        loads.set()
+        await engines_load.wait()
+        client.added.append(request)
+        return True
+
+    models.engine_client.add_lora = add_lora
+    load = asyncio.create_task(models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/story")))
+    await loads.wait()
+    unload = asyncio.create_task(models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story")))
+    await asyncio.sleep(0)
+    engines_load.set()
+    assert ["Success" in str(answer) for answer in await asyncio.gather(load, unload)] == [True, True]
+    assert client.forgotten == [request.lora_int_id for request in client.added]
+    assert await listed(models) == ["base"]
 
 
 async def _coordinator_away(lora_id: int) -> None:

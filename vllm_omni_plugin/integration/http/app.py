@@ -273,7 +273,9 @@ async def _init_static_loras(original: Any, models: Any) -> None:
 async def _unload_adapter(original: Any, models: Any, request: Any) -> Any:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-    unloaded = models.lora_requests.get(request.lora_name)
+    # It may be loading, for which vLLM waits, too.
+    async with models.lora_resolver_lock[request.lora_name]:
+        unloaded = models.lora_requests.get(request.lora_name)
     answer = await original(models, request)
     fleet = _fleet_of(models)
     if fleet is not None and unloaded is not None and not isinstance(answer, ErrorResponse):
