@@ -221,6 +221,14 @@ async def test_metrics_are_those_of_the_fleet_and_vllms_of_each_replica(start: S
     assert not [each for each in REGISTRY._collector_to_names if type(each).__name__ == "FleetCollector"]
 
 
+async def test_without_statistics_of_engines_there_are_no_metrics_of_vllm_that_are_always_0(start: Start) -> None:
+    async with start("--disable-log-stats") as head:
+        head.server.statistics.joined(0)
+        text = (await head.client.get("/metrics")).text
+    assert "\nvllm_omni_fleet:replicas{" in text
+    assert "\nvllm:" not in text
+
+
 async def test_many_reports_that_cannot_be_added_are_recorded_without_a_scrape(start: Start) -> None:
     async with start() as head:
         statistics = head.server.statistics

@@ -141,7 +141,7 @@ class AdminServer:
             read_prompt=prompts.read,
             is_ending=self._is_ending,
             is_over=lambda: self._serving is None,
-            record_statistics=self.statistics.flush,
+            record_statistics=self._record,
         )
 
     def _publish_key(self) -> str:
@@ -179,7 +179,7 @@ class AdminServer:
         }
 
     async def _metrics(self, request: Request) -> Response:
-        self.statistics.flush()
+        self._record()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"Content-Type": content_type})
 
@@ -201,7 +201,12 @@ class AdminServer:
                 yield member.engine_index, member.ledger
 
     def _record_soon(self) -> None:
-        call_on(self._loop, self.statistics.flush)
+        call_on(self._loop, self._record)
+
+    def _record(self) -> None:
+        # As behind vLLM's Python server: engines that report nothing have no metrics, instead of zeros.
+        if not self._args.disable_log_stats:
+            self.statistics.flush()
 
 
 class _Server(uvicorn.Server):
