@@ -75,10 +75,12 @@ def serve_replicas(
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             options, address, coordinator = runner.run(_find_addresses(options))
-            machine_address = ""
+            place: tuple[int, str] | None = None
             if args.nnodes > 1:
                 machine_address = runner.run(_machine_address(args, options))
                 use_network_of(machine_address)
+                if args.data_parallel_size > 1:
+                    place = (args.node_rank, machine_address)
             with HostSlots(local_processes(args, options)[0], address, coordinator) as slots:
                 # Before vLLM configures the model, which takes many seconds.
                 answer = require_fitting_head(coordinator, options, slots.names)
@@ -88,7 +90,6 @@ def serve_replicas(
                     answer = require_fitting_head(coordinator, options, slots.names)
                 require_same_model(answer, plan.stage_id, plan.fingerprint)
                 identities = slots.identities(() if answer.info is None else answer.info.numbers)
-                place = (args.node_rank, machine_address) if args.data_parallel_size > 1 < args.nnodes else None
                 runner.run(serve_node(options, plan, identities, address, coordinator, reaper=reaper, place=place))
         except OmniError as error:
             sys.stderr.write(f"{program}: error: {error}\n")
@@ -243,24 +244,14 @@ async def serve_node(
     """`place`: rank and address of this machine in a lockstep group over several."""
     threads = 2 * plan.replicas + (_GROUP_THREADS if place else 0)
     with ThreadPoolExecutor(threads, thread_name_prefix="omni-engine") as executor:
-        machine: GroupMachine | None = None
         servers: list[ReplicaServer] = []
-
-        def launcher_in_group(*args: Any, **named: Any) -> Launcher:
-            nonlocal machine
-            launcher = plan.make_launcher(*args, **named)
-            assert isinstance(launcher, RanksLauncher)
-            assert place is not None
-            rank, own_address = place
-            settings = _machine_settings(options, plan, launcher, rank, own_address)
-            lead = nullcontext if rank else partial(leading, settings, launcher, executor, time.monotonic)
-            machine = GroupMachine(settings, launcher, executor, time.monotonic, partial(drain_all, servers), lead)
-            return machine
-
+        if place is not None:
+            drain = partial(drain_all, servers)
+            plan = replace(plan, make_launcher=partial(_machine_of_group, options, plan, executor, place, drain))
         # A node that is started again must not repeat its samples while the rest of the fleet goes on.
         incarnation = time.time_ns()
         servers += replica_servers(
-            [replace(plan, make_launcher=launcher_in_group) if place else plan],
+            [plan],
             identities,
             options,
             address=address,
@@ -269,7 +260,27 @@ async def serve_node(
             executor=executor,
             first_incarnation=incarnation,
         )
+        machine = servers[0].launcher if place else None
+        assert machine is None or isinstance(machine, GroupMachine)
         await run_node(servers, options.join_timeout, coordinator, machine)
+
+
+def _machine_of_group(
+    options: OmniConfig,
+    plan: StagePlan,
+    executor: Executor,
+    place: tuple[int, str],
+    drain: Callable[[], None],
+    *args: Any,
+    **named: Any,
+) -> GroupMachine:
+    """This machine of a lockstep group over several, in place of the launcher of its ranks; `place` as above."""
+    launcher = plan.make_launcher(*args, **named)
+    assert isinstance(launcher, RanksLauncher)
+    rank, own_address = place
+    settings = _machine_settings(options, plan, launcher, rank, own_address)
+    lead = nullcontext if rank else partial(leading, settings, launcher, executor, time.monotonic)
+    return GroupMachine(settings, launcher, executor, time.monotonic, drain, lead)
 
 
 async def _wait_for(options: OmniConfig, find: Callable[[], str]) -> str:

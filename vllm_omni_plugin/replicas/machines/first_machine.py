@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +12,7 @@ from typing import Protocol, runtime_checkable
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
-from vllm_omni_plugin.replicas.engine.engine_start import Process
-from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines, MeetingHost
+from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines, MeetingHost, ProcessOfMeeting
 from vllm_omni_plugin.replicas.machines.meetings import Meetings, setup_of
 
 logger = init_logger(__name__)
@@ -32,48 +31,23 @@ class MachinesLauncher(LauncherOverMachines, Protocol):
 
 
 @dataclass
-class MeetingProcess:
+class MeetingProcess(ProcessOfMeeting):
     """The engine of one meeting; a `Process`.
 
     `on_end` ends the meeting, from any thread. `silent` names a machine that may be lost, or "". `broken`: why the
     meeting was ended.
     """
 
-    process: Process
     on_end: Callable[[], None]
     silent: Callable[[], str]
     broken: str = ""
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def sentinel(self) -> int:
-        return self.process.sentinel
 
     def exit_reason(self) -> str:
         # An engine that has lost a machine reports an error of its own before that has been silent for long.
         return self.broken or self.process.exit_reason() or self.silent()
 
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        self.process.wait(input_addr, output_addrs)
-
-    def abandon(self) -> None:
-        self.process.abandon()
+    def _end_meeting(self) -> None:
         self.on_end()
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        try:
-            self.process.shutdown(timeout)
-        finally:
-            self.on_end()
-
-    def kill(self) -> None:
-        try:
-            self.process.kill()
-        finally:
-            self.on_end()
 
 
 class FirstMachine(MeetingHost):

@@ -17,7 +17,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
 from vllm_omni_plugin.replicas.engine.engine_start import Process
-from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines
+from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines, ProcessOfMeeting
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 
 logger = init_logger(__name__)
@@ -124,43 +124,20 @@ class MeetingRanks:
 
 
 @dataclass
-class RankOfMeeting:
-    """One rank; a `Process`, whose end ends the meeting."""
+class RankOfMeeting(ProcessOfMeeting):
+    """One rank; a `Process`."""
 
-    process: Process
     ranks: MeetingRanks
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def sentinel(self) -> int:
-        return self.process.sentinel
 
     def exit_reason(self) -> str:
         return self.ranks.exit_reason() or self.process.exit_reason()
 
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        self.process.wait(input_addr, output_addrs)
-
     def shutdown(self, timeout: float | None = None) -> None:
         if timeout != 0:
             self.ranks.leave(timeout)
-        try:
-            self.process.shutdown(timeout)
-        finally:
-            self._end()
+        super().shutdown(timeout)
 
-    def kill(self) -> None:
-        try:
-            self.process.kill()
-        finally:
-            self._end()
-
-    abandon = kill
-
-    def _end(self) -> None:
+    def _end_meeting(self) -> None:
         self.ranks.break_up(self.process.exit_reason() or "a rank of its group ended")
 
 

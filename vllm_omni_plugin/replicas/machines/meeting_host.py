@@ -2,13 +2,14 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
-from vllm_omni_plugin.replicas.engine.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process
 from vllm_omni_plugin.replicas.links.replica_ports import Listener, PortRange, listen_on_ports
 from vllm_omni_plugin.replicas.machines.meetings import Meetings, Messages
 
@@ -33,6 +34,46 @@ class LauncherOverMachines(Launcher, Protocol):
     @property
     def layout(self) -> Mapping[str, str]:
         """How the engine or group is divided, which must be the same on all machines."""
+
+
+@dataclass
+class ProcessOfMeeting(ABC):
+    """A `Process` whose end ends its meeting on all machines."""
+
+    process: Process
+
+    @abstractmethod
+    def _end_meeting(self) -> None:
+        """From any thread; more than once."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def sentinel(self) -> int:
+        return self.process.sentinel
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        self.process.wait(input_addr, output_addrs)
+
+    def abandon(self) -> None:
+        try:
+            self.process.abandon()
+        finally:
+            self._end_meeting()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        try:
+            self.process.shutdown(timeout)
+        finally:
+            self._end_meeting()
+
+    def kill(self) -> None:
+        try:
+            self.process.kill()
+        finally:
+            self._end_meeting()
 
 
 class MeetingHost(ABC):

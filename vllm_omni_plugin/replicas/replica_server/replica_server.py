@@ -52,7 +52,7 @@ class ReplicaServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._launcher = launcher
+        self.launcher = launcher
         self._index = index
         self._codec = codec
         self._executor = executor
@@ -157,8 +157,8 @@ class ReplicaServer:
             clock=self._clock,
         )
         self._heads = heads
-        if isinstance(self._launcher, MachinesLauncher):
-            self._meet_others(stack, control, self._launcher)
+        if isinstance(self.launcher, MachinesLauncher):
+            self._meet_others(stack, control, self.launcher)
         return heads
 
     def _meet_others(self, stack: AsyncExitStack, control: ControlServer, launcher: MachinesLauncher) -> None:
@@ -191,7 +191,7 @@ class ReplicaServer:
         settings = self._settings
         keeper = EngineKeeper(
             f"{settings.stage_id}.{self._index}",
-            partial(start_served_engine, self._machines or self._launcher, self._codec, self._executor, self._index),
+            partial(start_served_engine, self._machines or self.launcher, self._codec, self._executor, self._index),
             partial(self._start_serving, heads),
             partial(self._suspend, heads),
             self._log_restart,
@@ -204,7 +204,7 @@ class ReplicaServer:
 
     def _must_start(self) -> bool:
         """Whether a failed first start ends the node. That another machine was lost meanwhile says nothing about it."""
-        if isinstance(self._launcher, GroupMachine) or (self._machines is not None and self._machines.was_broken):
+        if isinstance(self.launcher, GroupMachine) or (self._machines is not None and self._machines.was_broken):
             return False
         return self._first_starts.failed(self)
 
@@ -237,7 +237,7 @@ class ReplicaServer:
         # Before the announcement: only this message has the exit status, and a head detaches from a replica that is no
         # longer listed.
         # The ranks of a lockstep group end with each other: that of one says nothing about its requests.
-        failed = engine.client.engine_failed and not isinstance(self._launcher, GroupedLauncher)
+        failed = engine.client.engine_failed and not isinstance(self.launcher, GroupedLauncher)
         heads.detach_all(ReplicaStatus.ERROR, reason, failed)
         self._announce(ReplicaStatus.ERROR)
         if not hangs:
