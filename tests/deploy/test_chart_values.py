@@ -68,7 +68,7 @@ def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) 
         ),
         pytest.param(
             given(nodeSpec={"ports": "20000-20009", "replicasPerPod": 2}, headSpec={"replicaCount": 3}, requestGPU=2),
-            "llama: nodeSpec.ports 20000-20009: nodeSpec.replicasPerPod 2 and headSpec.replicaCount 3 need 14",
+            "llama: nodeSpec.ports 20000-20009: nodeSpec.replicasPerPod 2 and headSpec.replicaCount 3 need 14 ports",
             id="too few ports",
         ),
         pytest.param(

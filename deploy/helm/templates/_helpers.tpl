@@ -44,7 +44,7 @@ sets: {{ toJson ($sets | default (list .model)) }}
 {{- $ports := splitList "-" $node.ports -}}
 {{- $needed := mul $replicas (add1 (mul 2 $heads)) -}}
 {{- if lt (add1 (sub (index $ports 1 | int64) (index $ports 0 | int64))) $needed -}}
-{{- fail (printf "%s: nodeSpec.ports %s: nodeSpec.replicasPerPod %d and headSpec.replicaCount %d need %d" $where $node.ports $replicas $heads $needed) -}}
+{{- fail (printf "%s: nodeSpec.ports %s: nodeSpec.replicasPerPod %d and headSpec.replicaCount %d need %d ports: widen the range" $where $node.ports $replicas $heads $needed) -}}
 {{- end -}}
 {{- $size := mul $replicas (int64 (default 1 .vllmConfig.tensorParallelSize)) -}}
 {{- if and .requestGPU (not .resources) (gt $size (mul $machines (int64 .requestGPU))) -}}
