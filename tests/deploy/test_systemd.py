@@ -10,7 +10,7 @@ import pytest
 
 from tests.project.source_tree import ROOT
 
-from .flags import KEEP_ALIVE, flags_of
+from .flags import KEEP_ALIVE, faults, flags_of
 
 UNITS = ROOT / "deploy" / "systemd"
 HEAD, NODE = "vllm-omni-head.service", "vllm-omni-node@.service"
@@ -32,10 +32,10 @@ def environment() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
 
 
-def command(unit: str) -> list[str]:
+def command(unit: str, **more: str) -> list[str]:
     """Expand variables like systemd: `${NAME}` is one word, `$NAME` is split at spaces."""
     (line,) = settings(unit)["ExecStart"]
-    given = environment()
+    given = environment() | more
     words: list[str] = []
     for word in shlex.split(line):
         if re.fullmatch(r"\$\w+", word):
@@ -71,6 +71,12 @@ def test_the_plugin_accepts_the_command_line(unit: str) -> None:
     # The common flags of heads and nodes.
     assert dict(zip(*[iter(environment()["ARGS"].split())] * 2, strict=True)).items() <= flags.items()
     assert ("--headless" in flags) == (unit == NODE)
+
+
+def test_one_more_head_has_flags_of_its_own() -> None:
+    words = command(HEAD, HEAD_ARGS="--omni-join --omni-master-address head.example.com")
+    assert faults(words) == []
+    assert flags_of(words)["--omni-master-address"] == "head.example.com"
 
 
 @pytest.mark.parametrize(("unit", "flag"), TIMEOUTS)
