@@ -1,5 +1,6 @@
 """A head's own admin key: commands of its user find it on its machine, by the head's address, while the head runs."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,18 @@ def test_the_key_is_found_by_the_address_and_new_at_each_start(folder: Path) -> 
     assert len({first, second, other}) == 3
     assert (find_local_key(HERE, PORT), find_local_key(HERE, PORT + 1)) == (second, other)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_heads_of_two_containers_that_share_the_folder_have_their_own_keys_at_the_same_address(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = publish_local_key(None, PORT)
+    with monkeypatch.context() as container:
+        container.setattr(os, "readlink", lambda path: {"/proc/self/ns/net": "net:[1]"}[path])
+        assert find_local_key(HERE, PORT) is None
+        second = publish_local_key(None, PORT)
+        assert find_local_key(HERE, PORT) == second
+    assert find_local_key(HERE, PORT) == first
 
 
 def test_a_key_is_removed_at_the_end_of_its_head_but_not_that_of_a_later_head(folder: Path) -> None:

@@ -102,7 +102,7 @@ def find_head(host: str, port: int) -> LocalHead | None:
     """
     try:
         name = _file_name(str(ip_address(host)), port)
-    except ValueError:
+    except (ValueError, OSError):  # a name, or a machine without Linux, which runs no head
         return None
     for path in folder_paths():
         with suppress(OSError), open_user_folder(path) as folder:
@@ -146,4 +146,5 @@ def _remove(path: Path, names: Sequence[str], text: str, owner: int) -> None:
 
 
 def _file_name(address: str, port: int) -> str:
-    return f"admin-{address}-{port}.key"
+    # Containers may share the folder, and each has such an address.
+    return f"admin-{address}-{port}-{os.readlink('/proc/self/ns/net')}.key"
