@@ -20,7 +20,7 @@ from tests.fakes.shared_memory import share_memory_with_worker
 from vllm_omni_plugin.vllm_api.launch import engine_launch, machines_launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineProcess
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, mark_as_fleet_engine
-from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, marked_processes
 from vllm_omni_plugin.vllm_api.launch.machines_launch import WorkersProcess
 
 CORE_OF_A_STUCK_WORKER = (
@@ -58,6 +58,22 @@ def test_the_process_that_removes_the_shared_memory_of_an_engine_is_not_searched
         assert worker.wait(10) == -signal.SIGKILL
         assert tracker.poll() is None
         tracker.kill()
+
+
+def test_a_process_of_a_container_whose_head_has_the_same_process_id_is_not_searched_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readlink, note = os.readlink, ExitNote()
+    with mark_as_fleet_engine(note):
+        sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with sleeper:
+        namespace = f"/proc/{sleeper.pid}/ns/pid"
+        monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]" if str(path) == namespace else readlink(path))
+        found = marked_processes(str(note.path))
+        monkeypatch.undo()
+        kill_marked(str(note.path))
+        assert sleeper.wait(10) == -signal.SIGKILL
+        assert not found
 
 
 class RunningCore:

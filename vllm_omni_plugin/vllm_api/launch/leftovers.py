@@ -23,8 +23,10 @@ _TRACKER = b"multiprocessing.resource_tracker"
 def marked_processes(mark: str) -> dict[int, int]:
     """Processes whose `FLEET_ENGINE` is this path, or in this folder if it ends with "/": ids by descriptor (pidfd).
 
-    Without those that remove shared memory when all others have ended. Close the descriptors.
+    Without those that remove shared memory when all others have ended, and those of containers inside this one, in
+    which the path is of another process. Close the descriptors.
     """
+    namespace = os.readlink("/proc/self/ns/pid")
     wanted, is_folder = f"{FLEET_ENGINE}={mark}".encode(), mark.endswith("/")
     found = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
@@ -34,7 +36,7 @@ def marked_processes(mark: str) -> dict[int, int]:
             process = Path("/proc", name)
             try:
                 environment = (process / "environ").read_bytes().split(b"\0")
-                is_marked = any(
+                is_marked = os.readlink(process / "ns/pid") == namespace and any(
                     variable == wanted or (is_folder and variable.startswith(wanted)) for variable in environment
                 )
                 is_tracker = is_marked and _TRACKER in (process / "cmdline").read_bytes()
