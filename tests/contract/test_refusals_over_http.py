@@ -234,7 +234,7 @@ async def test_a_request_that_does_not_start_in_time_gets_503_and_costs_no_prefi
         await eventually(lambda: prefill.got == len(begun), "the prefills of those before it")
         late = server.post("/v1/completions", PATIENCE_S, **body)
         assert await late.status() == 503
-        assert late.error["message"] == "The request has waited as long as it may."
+        assert late.error["message"] == "No engine could begin the request by its deadline."
         assert int(late.headers["retry-after"]) >= 1
         assert (prefill.got, decode.got) == (len(begun), 0)
         for client in begun:

@@ -197,7 +197,7 @@ class Admission:
         """Refuse a request because no engine has it, or has begun to answer it, in time. Ends its ticket."""
         over_share = self._is_over_queue_share(ticket.tenant)
         self._end_unstarted(ticket, now)
-        return _refusal(over_share, RefusalReason.DEADLINE, "The request has waited as long as it may.")
+        return _refusal(over_share, RefusalReason.DEADLINE, "No engine could begin the request by its deadline.")
 
     def is_over_share(self, ticket: Ticket, now: float) -> bool:
         """Whether a request is over its share, so that it must leave headroom at its replica.
@@ -312,8 +312,9 @@ class Admission:
             message = f"The request's first token would come about {late_s:.1f} s after its deadline."
             return _refusal(self._is_over_queue_share(account, tokens), RefusalReason.DEADLINE, message, late_s)
         if excess:
+            message = "The queue is full. Its limits are max_waiting_requests, max_waiting_tokens and max_wait."
             over_share, drain_s = self._is_over_queue_share(account, tokens), self._queue.drain_s(excess)
-            return _refusal(over_share, RefusalReason.QUEUE_FULL, "The queue is full.", drain_s)
+            return _refusal(over_share, RefusalReason.QUEUE_FULL, message, drain_s)
         return None
 
     def _eviction_refusals(self, tickets: list[Ticket]) -> list[RequestRefusedError]:
@@ -321,7 +322,7 @@ class Admission:
         evicted: dict[str, int] = {}
         for ticket in tickets:
             evicted[ticket.tenant.name] = evicted.get(ticket.tenant.name, 0) + ticket.tokens
-        message = "The queue is full, and the request was evicted for another one."
+        message = "The queue is full, and another request took the place of this one."
         drain_s = self._queue.drain_s(len(tickets))
         over_share = [self._is_over_queue_share(each.tenant, evicted[each.tenant.name]) for each in tickets]
         return [_refusal(each, RefusalReason.EVICTED, message, drain_s) for each in over_share]
