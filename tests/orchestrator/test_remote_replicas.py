@@ -269,6 +269,7 @@ async def test_many_registrations_are_attached_to_in_bounded_parallel(fleet: Fle
     fleet.may_attach.clear()
     for number in range(MAX_ATTACHING + 20):
         fleet.register(row(number))
+        fleet.register(row(number, stage_id=4))
     await fleet.all_handled()
     await eventually(lambda: fleet.attaching == MAX_ATTACHING)
     fleet.may_attach.set()

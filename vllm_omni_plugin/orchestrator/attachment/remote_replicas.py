@@ -113,7 +113,8 @@ class RemoteReplicas:
         """Attach to a replica of an unknown stage, so that its node refuses this head and both log the reason."""
         ours = replace(info, stage_id=self._orchestrator.num_stages - 1)
         try:
-            (await self._attach(ours, -1, self._settings, lambda outputs: None, lambda status: None)).close()
+            async with self._attaching:
+                (await self._attach(ours, -1, self._settings, lambda outputs: None, lambda status: None)).close()
         except ReplicaError as error:
             if not isinstance(error, AttachRefusedError):
                 self._dismissed.pop(ReplicaKey.of(info), None)
