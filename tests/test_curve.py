@@ -154,8 +154,8 @@ def test_a_peer_that_is_ahead_in_a_rotation_is_not_said_to_have_another_secret_o
 ) -> None:
     server, both = site.serve(), Secrets([NEW, OLD])
     assert [site.admits(server, holder(both, attempt=attempt)) for attempt in range(2)] == [False, True]
-    eventually(lambda: "it used another secret than this end's first one" in caplog.text)
-    assert "during a rotation a peer may do so before it uses its other one" in caplog.text
+    eventually(lambda: "its secret is not the first line of this end's --omni-secret-file" in caplog.text)
+    assert "while secrets are rotated, a peer may try its two in turn" in caplog.text
 
 
 @pytest.mark.parametrize("secrets", [None, Secrets([OLD])])

@@ -135,7 +135,7 @@ def test_replica_with_a_wrong_secret_is_refused_with_the_reason(
     stranger = report(coordinator.router_zmq_addr, held, "stranger", problems.append)
     listener = OmniCoordClientForHub(coordinator.pub_zmq_addr, secrets=held)
     eventually(lambda: problems)
-    note = "" if held is None else " (links on loopback have one of their user's own where none is given)"
+    note = "" if held is None else " (without that flag, links on loopback use a secret of the user)"
     refusal = f"refused secret: it {why} {'here' if held is None else 'given here'} with --omni-secret-file{note}"
     (problem,) = problems
     # The coordinator may end the connection before this end has noticed why.

@@ -131,8 +131,8 @@ def why_refused(event: int, value: int, secrets: Secrets | None) -> str:
         refusal = f"refused secret: it seems to demand one, and none was given here with {FLAG}"
     else:
         refusal = (
-            f"refused secret: it serves without one, or with one that is not in the file given here with {FLAG} (links "
-            "on loopback have one of their user's own where none is given)"
+            f"refused secret: it serves without one, or with one that is not in the file given here with {FLAG} "
+            "(without that flag, links on loopback use a secret of the user)"
         )
     # A peer that refuses a secret, or notices different mechanisms first, may only end the connection, as one that is
     # killed does.

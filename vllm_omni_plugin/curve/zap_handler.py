@@ -51,16 +51,13 @@ WATCHED_EVENTS = (
     _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 )
 _OTHER_SECRET = (
-    f"it used another secret than this end's first one in {FLAG}; during a rotation a peer may do so before it uses "
-    "its other one"
+    f"its secret is not the first line of this end's {FLAG}; while secrets are rotated, a peer may try its two in turn"
 )
-_OTHER_MECHANISM = f"it does not authenticate as this socket demands; see {FLAG}"
+_OTHER_MECHANISM = f"it uses no secret, or one where this end uses none: give both ends the same {FLAG}"
 _MALFORMED = "its handshake is malformed"
 _NOT_ADMITTED = "its key or password is not admitted there (any more)"
 # Nothing else is seen of a peer that is killed or stands still in the handshake, or notices different mechanisms first.
-_UNFINISHED = (
-    f"it ended the connection or did not answer; if that goes on, it may authenticate in another way, see {FLAG}"
-)
+_UNFINISHED = f"it ended the connection or did not answer; if that goes on, give both ends the same {FLAG}"
 
 
 class RefusalLog:
