@@ -66,7 +66,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "modalities",
         ": there is no modality 'txt' (did you mean 'text'?): use one of text, audio.",
     ),
-    ({"modalities": []}, "modalities", " asks for no output that this route can return."),
+    (
+        {"modalities": []},
+        "modalities",
+        " asks for no output that this route can return: the pipeline has text, audio.",
+    ),
     ({"modalities": "audio"}, "modalities", " must be a list of names."),
     ({"modalities": [1]}, "modalities", " must be a list of names."),
     ({"audio": {"voice": "ann"}}, "audio", " is given, but `modalities` does not ask for audio."),
@@ -104,13 +108,22 @@ def test_a_mistake_is_reported_with_its_field(speech: Pipeline, fields: dict[str
 @pytest.mark.parametrize(
     ("outputs", "asked", "message"),
     [
-        ((TEXT, SCORES), ["scores"], "`modalities` asks for no output that this route can return."),
+        (
+            (TEXT, SCORES),
+            ["scores"],
+            "`modalities` asks for no output that this route can return: the pipeline has text, scores.",
+        ),
+        (
+            (Modality.IMAGE,),
+            None,
+            "`modalities` asks for no output that this route can return: the pipeline has image.",
+        ),
         ((AUDIO, SCORES), ["audio", "scores"], "'scores' can only accompany 'text': ask for both."),
         ((TEXT, Modality.IMAGE), ["text", "image"], "'image' cannot be sent in an answer."),
     ],
 )
 def test_modalities_that_no_answer_can_hold_are_refused(
-    outputs: tuple[Modality, ...], asked: list[str], message: str
+    outputs: tuple[Modality, ...], asked: list[str] | None, message: str
 ) -> None:
     with pytest.raises(BadOptionError) as raised:
         read_call_options({"modalities": asked}, pipeline(*outputs))
