@@ -1,6 +1,7 @@
 """The head's main loop, with the real program: signals at any time, and all that may fail while it starts or serves."""
 
 import asyncio
+import gc
 import os
 import signal
 import tempfile
@@ -95,6 +96,7 @@ class Started:
                 await asyncio.shield(self.running)
         finally:
             assert self.fleet.closed_after
+            assert not gc.get_freeze_count()
             assert not any(map(is_running, self.fleet.processes))
 
     def ask(self, **body: Any) -> "asyncio.Task[httpx.Response]":

@@ -135,6 +135,8 @@ class Server:
                 loop.remove_signal_handler(signum)
             await self._admin.close()
             await asyncio.to_thread(self._fleet.close, None if self._serves and not self._hurries else 0.0)
+            # Else libraries complain of what is left when the process ends.
+            gc.unfreeze()
 
     async def _run(self) -> None:
         stages = self._fleet.stages
