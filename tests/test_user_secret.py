@@ -1,5 +1,6 @@
 """The secret file with the keys that follow from it, and the secret that fleets on loopback create."""
 
+import errno
 import os
 import shutil
 import stat
@@ -19,6 +20,7 @@ from vllm_omni_plugin.curve.secrets import keep_in_memory
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import with_secret
+from vllm_omni_plugin.private_files import folder_paths
 
 FOLDER = f"vllm-omni-plugin-{os.geteuid()}"
 
@@ -50,6 +52,16 @@ def test_the_secret_is_created_private_and_found_again(temporary: Path) -> None:
     assert Path(found).read_bytes() == path.read_bytes()
     assert Secrets.from_file(found).count == 1
     assert user_secret() == found
+
+
+def test_without_a_writable_temporary_directory_the_usual_one_is_named(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert [*folder_paths()] == [Path("/tmp", FOLDER)]
 
 
 def test_the_secret_is_readable_after_its_file_was_deleted(temporary: Path) -> None:

@@ -60,7 +60,11 @@ def folder_paths() -> Iterator[Path]:
         with suppress(OSError):
             if os.stat(runtime).st_uid == user:
                 yield Path(runtime, "vllm-omni-plugin")
-    yield Path(tempfile.gettempdir(), f"vllm-omni-plugin-{user}")
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # none is writable
+        temporary = "/tmp"
+    yield Path(temporary, f"vllm-omni-plugin-{user}")
 
 
 class UserFolder:
