@@ -150,6 +150,8 @@ def pick_lowest(scores: Sequence[float], rng: random.Random, arrivals: float = 0
     if arrivals > 0:
         levels = sorted(Counter(scores).items())
         best = levels[draw_by_water_filling(levels, arrivals, rng)][0]
-    if scores.count(best) == 1:
-        return scores.index(best)
-    return rng.choice([place for place, score in enumerate(scores) if score == best])
+    ties, place = scores.count(best), scores.index(best)
+    if ties > 1:
+        for _ in range(int(rng.random() * ties)):
+            place = scores.index(best, place + 1)
+    return place
