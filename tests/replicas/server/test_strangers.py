@@ -233,5 +233,5 @@ async def test_a_head_that_does_not_read_loses_its_lease(node: Node, monkeypatch
         head.outputs.close()
         _, head.outputs = await head.connect(head.attached, head.credential, rcvhwm=1, rcvbuf=4096)
         node.engine.send_tokens(0, *["x" * 10_000] * 3000)
-        assert "did not read for too long" in (await head.renew_while_up()).reason
+        assert "it has left or was cut off, did not read for too long" in (await head.renew_while_up()).reason
         await eventually(lambda: node.engine.aborted)

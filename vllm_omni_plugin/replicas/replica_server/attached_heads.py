@@ -265,8 +265,8 @@ class AttachedHeads:
     def _connection_lost(self, lease: Lease) -> None:
         if self._leases.find(lease.lease_id, lease.peer) is not None:
             reason = (
-                "its connection for outputs broke, did not read for too long, or perhaps got an output above its "
-                "--omni-max-message-size"
+                "its data connection ended: it has left or was cut off, did not read for too long, or got an output "
+                "above its --omni-max-message-size"
             )
             self._send(lease.peer, wire.Status(lease.lease_id, ReplicaStatus.ERROR, reason))
             self._end(lease, reason)
