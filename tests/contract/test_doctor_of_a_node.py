@@ -1,5 +1,6 @@
 """`vllm-omni-plugin doctor` with the command line of a node: which model and stage it compares with the head's."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,24 @@ def test_a_model_is_compared_however_it_is_named(
     assert main(["doctor", *(str(file) if word == "FILE" else word for word in given), "--against", "127.0.0.1:9"]) == 1
     assert planned == ["mine"]
     assert "head has theirs, replica mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "told"),
+    [
+        ("0", "192.0.2.1", "error      machines: argument --master-addr: the first machine, --node-rank 0, waits for"),
+        ("0", "127.0.0.1", "ok         machines: the others can meet this one at 127.0.0.1 port 0"),
+        ("1", "no.such.name.", "not known  machines: argument --master-addr"),
+    ],
+)
+def test_where_the_machines_of_a_replica_meet_is_checked(
+    rank: str, address: str, told: str, planned: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = ["--nnodes", "2", "--node-rank", rank, "--master-addr", address, "--master-port", str(port)]
+    main(["doctor", "mine", "-tp", "2", *place, "--against", "127.0.0.1:9"])
+    assert told.replace("port 0", f"port {port}") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["command line", "command line beside a file", "file"])

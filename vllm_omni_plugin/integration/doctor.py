@@ -125,6 +125,23 @@ def _check_against_head(options: OmniConfig) -> Generator[CheckResult, None, Hea
     return answer
 
 
+def _check_meeting(args: argparse.Namespace) -> CheckResult:
+    from vllm_omni_plugin.integration.options.listening import resolve
+    from vllm_omni_plugin.replicas.links.replica_ports import close_all
+    from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
+
+    first = f"{args.master_addr} port {args.master_port}"
+    try:
+        address = resolve(args.master_addr, "--master-addr")
+        if args.node_rank:
+            return CheckResult(Level.OK, f"machines: this one will meet the first one at {first}")
+        close_all([listen_for_machines((address, args.master_port))])
+    except ConfigError as error:
+        # The name of the first machine may not be known before it is there.
+        return CheckResult(Level.UNKNOWN if args.node_rank else Level.ERROR, f"machines: {error}")
+    return CheckResult(Level.OK, f"machines: the others can meet this one at {first}")
+
+
 def _check_command_line(arguments: Sequence[str], answer: HeadQueryResult | None) -> Iterator[CheckResult]:
     """The checks that need vLLM. `answer`: the head's, if it has been queried."""
     from vllm_omni_plugin.integration.checks.start_checks import check_start
@@ -145,6 +162,8 @@ def _check_command_line(arguments: Sequence[str], answer: HeadQueryResult | None
         return
     yield _FLAGS_OK
     yield from check_start(options, *local_processes(args, options), headless=True)
+    if args.nnodes > 1:
+        yield _check_meeting(args)
     if answer is None:
         answer = yield from _check_against_head(options)
     if options.pipeline is None and args.model == DEFAULT_MODEL:
