@@ -29,6 +29,7 @@ from vllm_omni_plugin.integration.core_client import fleet_client
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere
+from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
@@ -330,15 +331,15 @@ async def test_the_status_names_every_replica_and_whether_it_serves() -> None:
 async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    monkeypatch.setattr(Orchestrator, "has_replicas", True)
     asking = asyncio.create_task(client.get_supported_tasks_async())
     lost = await the_call(orchestrator)
-    monkeypatch.setattr(Orchestrator, "can_serve", False)
+    monkeypatch.setattr(Orchestrator, "has_replicas", False)
     lost.reply.set_exception(ReplicaError("replica 0 is gone"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(asking), 0.05)
     assert len(orchestrator.rpc_async_queue) == 0
-    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    monkeypatch.setattr(Orchestrator, "has_replicas", True)
     orchestrator.serving_signal.notify()
     assert await answered(orchestrator, asking, ("generate",)) == ("generate",)
 
@@ -353,15 +354,29 @@ async def test_a_head_waits_for_its_first_replica_however_long_that_takes(
     assert {record.getMessage() for record in caplog.records} == {
         "Waiting for the first replica to join. The server starts as soon as there is one."
     }
-    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    monkeypatch.setattr(Orchestrator, "has_replicas", True)
     orchestrator.serving_signal.notify()
     assert await answered(orchestrator, asking, ("generate",)) == ("generate",)
+
+
+async def test_a_head_starts_with_replicas_that_sleep_so_that_an_operator_can_wake_them() -> None:
+    async with FakeFleet(replicas=0) as fleet:
+        client = FleetClient(IdleFleet(fleet.orchestrator), SimpleNamespace(), [])
+        asking = asyncio.create_task(client.get_supported_tasks_async())
+        member = fleet.pool.add()
+        fleet.orchestrator.cordon(member, ASLEEP_CORDON)
+        await asyncio.sleep(0)
+        assert not asking.done()
+        fleet.join(member).on_call = lambda link, call_id, *_: link.answer(call_id, ["generate"])
+        assert await asyncio.wait_for(asking, 10) == ("generate",)
+        assert not fleet.orchestrator.can_serve
+        client.shutdown()
 
 
 async def test_a_replica_that_serves_and_fails_to_name_its_tasks_is_an_error(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Orchestrator, "can_serve", True)
+    monkeypatch.setattr(Orchestrator, "has_replicas", True)
     asking = asyncio.create_task(client.get_supported_tasks_async())
     (await the_call(orchestrator)).reply.set_exception(ReplicaError("it does not know"))
     with pytest.raises(ReplicaError, match="does not know"):

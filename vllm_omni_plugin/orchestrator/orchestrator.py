@@ -83,7 +83,7 @@ class Orchestrator:
         self.rpc_async_queue: ThreadQueue[messages.RpcMessage] = ThreadQueue()
         self.metrics = OrchestratorMetrics()
         self.events = EventLog()
-        self.serving_signal = ServingSignal(lambda: self.can_serve)
+        self.serving_signal = ServingSignal()
         self._apis = apis
         self._clock = clock
         self._put = self.front_end.give
@@ -143,6 +143,11 @@ class Orchestrator:
     def can_serve(self) -> bool:
         """Whether every needed stage has a replica that takes requests. Safe to read from any thread."""
         return all(pool.serving for pool in self.needed_pools)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether every needed stage has a replica, though it may be cordoned. Safe to read from any thread."""
+        return all(any(member.client is not None for member in pool.members) for pool in self.needed_pools)
 
     async def wait_until_idle(self) -> bool:
         """Return once no request is unfinished or queued. False: `run` has ended and has dropped requests."""
@@ -236,9 +241,9 @@ class Orchestrator:
         """A replica takes requests from now on, over this client, unless it is cordoned."""
         member.changed_at = self._clock()
         size = self._apis[member.stage_id].engine_size(ready_response)
-        serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, size)
-        if serves:
+        if self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, size):
             self._began_to_serve(member)
+        self.serving_signal.notify()
 
     def cordon(self, member: PoolMember, reason: str) -> None:
         """Send a replica no new requests; those in flight go on. Idempotent for each reason."""

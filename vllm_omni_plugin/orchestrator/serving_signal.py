@@ -1,4 +1,4 @@
-"""Wakes those who wait until the fleet can serve."""
+"""Wakes those who wait until the fleet has replicas, or can serve."""
 
 import asyncio
 import threading
@@ -8,21 +8,20 @@ from vllm_omni_plugin.other_loop import call_on
 
 
 class ServingSignal:
-    """Wakes coroutines, on any loop, when the fleet can serve. Any thread may call `can_serve`."""
+    """Wakes coroutines, on any loop, when a replica has joined or may get requests."""
 
-    def __init__(self, can_serve: Callable[[], bool]) -> None:
-        self._can_serve = can_serve
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
-    async def wait(self) -> None:
-        """Return once the fleet can serve."""
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Return once a condition holds, which any thread may ask for."""
         changed = asyncio.Event()
         waiter = (asyncio.get_running_loop(), changed)
         with self._lock:
             self._waiting.add(waiter)
         try:
-            while not self._can_serve():
+            while not condition():
                 await changed.wait()
                 changed.clear()
         finally:
@@ -30,7 +29,7 @@ class ServingSignal:
                 self._waiting.discard(waiter)
 
     def notify(self) -> None:
-        """A replica has begun to serve: wake all who wait."""
+        """A replica has joined, or may get requests: wake all who wait."""
         with self._lock:
             for loop, changed in self._waiting:
                 call_on(loop, changed.set)

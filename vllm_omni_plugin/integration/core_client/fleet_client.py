@@ -91,7 +91,7 @@ class FleetClient(UtilityCallClient):
 
     async def until_serving(self) -> None:
         """Return once every stage that an ordinary request needs has a replica that accepts requests."""
-        await self.orchestrator.serving_signal.wait()
+        await self.orchestrator.serving_signal.wait(lambda: self.orchestrator.can_serve)
 
     def cancel_wait(self) -> None:
         self.graceful_shutdown.cancel_wait()
@@ -191,11 +191,12 @@ class FleetClient(UtilityCallClient):
             self._front_end.request_async_queue.put(message)
 
     async def get_supported_tasks_async(self) -> Any:
-        """The model's tasks. vLLM's server calls this at its start; waits until a replica serves."""
+        """The model's tasks. vLLM's server calls this at its start; waits for replicas, which may be asleep: only a
+        server that has started can wake them."""
         while True:
             try:
                 async with asyncio.timeout(WAITING_NOTICE_S):
-                    await self.until_serving()
+                    await self.orchestrator.serving_signal.wait(lambda: self.orchestrator.has_replicas)
             except TimeoutError:
                 logger.info("Waiting for the first replica to join. The server starts as soon as there is one.")
                 continue
@@ -205,7 +206,7 @@ class FleetClient(UtilityCallClient):
                 return self.stages.supported(tasks)
             except (NoReplicaError, ReplicaError):
                 # If the first replica has been lost again, wait for the next one.
-                if self.orchestrator.can_serve:
+                if self.orchestrator.has_replicas:
                     raise
 
     async def get_status(self) -> dict[str, Any]:
