@@ -259,6 +259,7 @@ class Orchestrator:
         self.events.record(EventKind.RESUME, CORDON_REASONS[reason][1], member)
         if self.stage_pools[member.stage_id].uncordon(member, reason):
             self._began_to_serve(member)
+            self.serving_signal.notify()
 
     def replica_lost(
         self,
@@ -385,7 +386,6 @@ class Orchestrator:
 
     def _began_to_serve(self, member: PoolMember) -> None:
         self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
-        self.serving_signal.notify()
 
     def _runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         for run, _, error in ended:
