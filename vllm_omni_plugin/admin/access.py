@@ -49,7 +49,7 @@ class Access:
         if self.has_api_key(request.headers) or self.has_admin_key(request.headers):
             return
         raise HTTPException(
-            HTTPStatus.UNAUTHORIZED, "Unauthorized: these routes need the server's API key as a bearer token."
+            HTTPStatus.UNAUTHORIZED, "Unauthorized: give the server's API key, or an admin key, as a bearer token."
         )
 
     async def require_write(self, request: Request) -> None:

@@ -100,7 +100,7 @@ async def test_an_engine_without_cache_events_is_logged_and_attached(
         replica.subscribe_cache(mirror.apply)
         assert await replica.client.call("is_sleeping") is False
     assert mirror.restarts == 0
-    assert "Replica 0.0 does not report what its prefix cache holds." in caplog.text
+    assert "Replica 0.0 does not report what its prefix cache holds: it is estimated." in caplog.text
 
 
 async def test_a_head_receives_no_changes_after_its_lease(publisher: FakePublisher, head: Head) -> None:

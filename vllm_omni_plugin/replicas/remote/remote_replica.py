@@ -192,7 +192,7 @@ class RemoteReplica:
     def subscribe_cache(self, on_change: OnCacheChange) -> None:
         """Report the engine's cached blocks, first all and then changes, if the engine reports them. Call once."""
         if not publishes_cache_events(self.ready_response):
-            logger.info("Replica %s does not report what its prefix cache holds.", self._name)
+            logger.info("Replica %s does not report what its prefix cache holds: it is estimated.", self._name)
         elif self._control is not None and self._lease is not None:
             self._cache_polls = CachePollClient(self._lease, self._control.send, on_change)
 
