@@ -55,7 +55,8 @@ async def test_many_requests_leave_nothing_behind() -> None:
             tasks_of_the_fleet = tasks_of_the_fleet or asyncio.all_tasks()
             fleet.tokens.clear()
         ended = {type(end).__name__ for _, end in fleet.ends}
-        assert ended == {"str", "StageError", "QueryOfDeathError"}
+        # The second loss of a request is that of a suspect, or only one too many.
+        assert ended - {"RequestLostError"} == {"str", "StageError", "QueryOfDeathError"}
         assert all(len(fleet.call_ends(name)) == 1 for name in fleet.events)
         fleet.events.clear()
         fleet.ends.clear()
