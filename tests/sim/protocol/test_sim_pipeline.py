@@ -180,8 +180,11 @@ class Call:
                         return tokens
 
     async def leave(self) -> None:
-        assert self._head.client is not None
-        await self._head.client.abort_requests_async([self._request_id])
+        client = self._head.client
+        assert client is not None
+        await client.abort_requests_async([self._request_id])
+        # Before the engine goes on: an output that comes earlier goes to the client, and is taken for the next answer.
+        await eventually(lambda: self._request_id not in client.orchestrator.request_states, "its end")
 
 
 def by_hand(thinker: EngineSettings = SETTINGS, refiner: EngineSettings = SETTINGS) -> list[int]:
