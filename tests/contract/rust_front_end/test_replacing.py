@@ -177,6 +177,19 @@ async def test_stop_refuses_new_connections_and_lets_requests_finish(head: Head)
     assert not any(map(is_running, head.processes))
 
 
+async def test_one_that_is_killed_while_requests_finish_is_not_replaced_and_the_log_says_so(
+    head: Head, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = head.ask_later()
+    await head.requested()
+    head.front_end.stop()
+    os.kill(head.serving, signal.SIGKILL)
+    await asyncio.wait_for(head.running, 10)
+    with pytest.raises(CUT_OFF):
+        await running
+    assert "was ended by SIGKILL; its requests are aborted." in caplog.text
+
+
 async def test_nothing_is_left(tiny_model: Path, sockets: Path) -> None:
     before = os.listdir("/proc/self/fd")
     async with started_head(tiny_model) as head:

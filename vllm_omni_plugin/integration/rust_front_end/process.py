@@ -356,10 +356,14 @@ class RustFrontEnd:
             complete(applied)
 
     async def _wait_to_restart(self, seconds: float, reason: str | Exception) -> bool:
-        if not self._stopping.is_set():
-            logger.error("%s %s; it is replaced, and its requests are aborted.", _NAME, reason)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), seconds)
+        if self._stopping.is_set():
+            # It was told to end, and does once its requests have finished.
+            if reason != describe_exit(0):
+                logger.error("%s %s; its requests are aborted.", _NAME, reason)
+            return False
+        logger.error("%s %s; it is replaced, and its requests are aborted.", _NAME, reason)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
         return not self._stopping.is_set()
 
 
