@@ -73,6 +73,8 @@ class Faulty(PythonStage):
                 return StageOutput(metadata={"key": object()})
             case "keys":
                 return StageOutput(metadata={1: 2})  # type: ignore[dict-item]
+            case "tokens":
+                return StageOutput([7, -1])
             case "text":
                 return StageOutput(text=b"bytes")  # type: ignore[arg-type]
         return StageOutput(text=job.input.text or "")

@@ -71,6 +71,7 @@ FAULTS = {
     "metadata": f"{CANNOT_BE_SENT}Encoding objects",
     "keys": f"{CANNOT_BE_SENT}Expected `str`, got `int`",
     "text": f"{CANNOT_BE_SENT}Expected `str`",
+    "tokens": f"{CANNOT_BE_SENT}Expected `int` >= 0 - at `$.token_ids[1]`",
     "raise for all": "RuntimeError: out of paper",
     "one too many": "TypeError: compute returned 2 results for 1 jobs",
 }

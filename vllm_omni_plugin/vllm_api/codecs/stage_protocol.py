@@ -4,7 +4,7 @@ A stage's process does not import vLLM, which would take seconds and 360 MB. So 
 vLLM's structs up to the last field that stages set; contract tests compare both.
 """
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -65,7 +65,7 @@ class OutputContent(msgspec.Struct, omit_defaults=True):
     """
 
     text: str = ""
-    token_ids: list[int] = []
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     metadata: dict[str, Any] = {}
     error: str = ""
     status: int = 0
