@@ -14,6 +14,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, StageState
 from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON
 
 UP, DOWN, DRAINING = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.DRAINING
@@ -80,6 +81,23 @@ async def test_a_fresh_replica_waits_gets_the_next_complete_update_and_serves(
     assert fleet.statuses == [UP, UP]
     assert fresh.told.state.weights == second.told.state.weights != ""
     assert len(fleet.attachments) == 3, "nothing was restarted"
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("fresh_first", [False, True])
+async def test_a_fresh_replica_waits_also_for_a_head_that_only_the_updated_ones_tell_of_an_update(
+    fleet: Fleet, fresh_first: bool, files: bool
+) -> None:
+    told = [NOTHING_TOLD, ReplicaState(state=StageState(weights="12 of a head that is gone", are_files=files))]
+    for number, before in enumerate(told if fresh_first else reversed(told), 1):
+        fleet.told_before = [before]
+        fleet.register(row(number))
+        await eventually(lambda number=number: sum(each.client is not None for each in fleet.pool.members) == number)
+    fresh = 0 if fresh_first else 1
+    assert fleet.statuses[fresh] is (UP if files else DRAINING)
+    assert fleet.statuses[1 - fresh] is UP
+    await update(fleet, WHOLE_UPDATE)
+    assert fleet.statuses == [UP, UP]
 
 
 @pytest.mark.parametrize("missed", [False, True])

@@ -95,6 +95,8 @@ class StageCalls:
         self._cordon_for_weights = cordon_for_weights
         self._uncordon = uncordon
         self.wanted = NOTHING_TOLD
+        # A replica has weights of an update that heads have made which are gone, with their document.
+        self._found_updated = False
         # Open calls of this head during which engines compute no requests.
         self._halting = 0
         self._catching_up: dict[PoolMember, asyncio.Task[None]] = {}
@@ -125,6 +127,10 @@ class StageCalls:
             if is_later(wanted, member.told):
                 member.told = _told(wanted, member.told.state.weights)
             is_resting = wanted.state.is_paused
+        told = member.told.state
+        if told.weights and not (told.are_files or self._found_updated):
+            self._found_updated = True
+            self._update_cordons()
         return self._is_updated(member, self.state)
 
     def begin(self, method: str, args: tuple[Any, ...], called_elsewhere: Collection[int] = ()) -> StageCall:
@@ -223,7 +229,9 @@ class StageCalls:
     def _is_updated(self, member: PoolMember, state: StageState) -> bool:
         """Whether an engine has the weights of the fleet."""
         weights = member.told.state.weights
-        return not state.weights or weights == state.weights or (state.are_files and not weights)
+        if not state.weights:
+            return bool(weights) or not self._found_updated
+        return weights == state.weights or (state.are_files and not weights)
 
     def _update_cordons(self) -> None:
         """Hold the replicas back that do not have the weights of the fleet, and no others."""
