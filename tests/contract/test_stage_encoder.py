@@ -17,6 +17,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 
 from vllm_omni_plugin.pipeline import StageInput
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_prompts import plain_encoder
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 from .stage_models import api, config, model, source
 
@@ -109,3 +110,12 @@ def test_a_stage_builds_the_same_requests_with_the_plain_encoder(
     assert built(inputs=("thinker",)) == by_renderer
     with pytest.raises(NotImplementedError):
         built()
+
+
+def test_the_text_of_a_python_stage_that_answers_keeps_names_of_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage_api = api(config(model(tmp_path / "own")))
+    monkeypatch.setattr(VllmStageApi, "tokenizer", as_vllm_has_it())
+    text = f"After {SPECIAL} all ends."
+    assert stage_api.decode(stage_api.encode(text)) == text

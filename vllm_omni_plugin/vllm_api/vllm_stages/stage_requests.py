@@ -8,6 +8,7 @@ import msgspec
 from vllm.inputs import embeds_input, tokens_input
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import GENERATION_TASKS
+from vllm.tokenizers import hf
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni_plugin.errors import StageInputError
@@ -64,8 +65,9 @@ class VllmStageApi(StageApi):
         return 0 if token is None else token
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without the special tokens around a prompt."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Tokens of a text, without special tokens around it or for their names in it, which no answer would show."""
+        literal = {"split_special_tokens": True} if isinstance(self.tokenizer, hf.TokenizersBackend) else {}
+        return list(self.tokenizer.encode(text, add_special_tokens=False, **literal))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special tokens."""
