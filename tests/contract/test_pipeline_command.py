@@ -143,6 +143,15 @@ def test_errors_of_a_stage_name_line_and_key(tmp_path: Path, second: str, messag
     assert message in complaint(f"--omni-pipeline {file}", tmp_path)
 
 
+def test_a_pipeline_without_an_output_that_answers_prompts_of_its_model_is_refused(tmp_path: Path) -> None:
+    file = write_pipeline(tmp_path)
+    file.write_text(file.read_text().replace("output: text\n    final", "output: scores\n    final"))
+    assert complaint(f"--omni-pipeline {file}", tmp_path) == (
+        "pipeline.yaml:12: stages[1].output: scores alone cannot answer a prompt of 'thinker', which generates: make a "
+        "stage with text, tokens or audio final"
+    )
+
+
 @pytest.mark.parametrize(
     ("third", "message"),
     [

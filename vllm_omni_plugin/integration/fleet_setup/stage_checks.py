@@ -1,4 +1,4 @@
-"""Checks of a pipeline's stages that do not need vLLM: whether their policies, transforms and classes exist."""
+"""Checks of a pipeline's stages that do not need vLLM: do policies, transforms and classes exist, can it answer."""
 
 import inspect
 from collections.abc import Iterator
@@ -6,9 +6,12 @@ from contextlib import contextmanager
 
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage
+from vllm_omni_plugin.pipeline import Modality, Pipeline, PipelineError, Stage
 from vllm_omni_plugin.pipeline.transforms import resolve_transform
 from vllm_omni_plugin.stages.python_stage import stage_class
+
+_GENERATED = {Modality.TEXT, Modality.TOKENS}
+_ANSWERS = {*_GENERATED, Modality.AUDIO}
 
 
 @contextmanager
@@ -44,4 +47,15 @@ def check_class(pipeline: Pipeline, stage: Stage) -> None:
         raise PipelineError(f"{stage.engine} does not take these options: {error}", ("options",)) from error
 
 
-STAGE_CHECKS = (check_policy, check_transform, check_class)
+def check_answer(pipeline: Pipeline, stage: Stage) -> None:
+    """A server with a model that generates has no routes that return scores or embeddings, and none has images."""
+    entry = pipeline.prompt_stage
+    if stage.final and entry.output in _GENERATED and _ANSWERS.isdisjoint(pipeline.modalities):
+        message = (
+            f"{stage.output} alone cannot answer a prompt of {entry.name!r}, which generates: make a stage with text, "
+            "tokens or audio final"
+        )
+        raise PipelineError(message, ("output",))
+
+
+STAGE_CHECKS = (check_policy, check_transform, check_class, check_answer)
