@@ -106,7 +106,14 @@ def start(config: Any) -> Start:
         ):
             drain = HeadDrain(served.orchestrator.events)
             server = AdminServer(
-                served, args, options, config, drain=drain, is_ending=lambda: head.ending, adapters=lambda: {"adapter"}
+                served,
+                args,
+                options,
+                config,
+                drain=drain,
+                is_starting=lambda: False,
+                is_ending=lambda: head.ending,
+                adapters=lambda: {"adapter"},
             )
             head = Head(served, args, server, drain, port, admin_port, client)
             await server.start()
@@ -271,7 +278,14 @@ async def test_a_port_that_is_taken_is_an_error_of_the_flag(start: Start, config
     async with start() as head:
         options = OmniConfig(admin_port=head.admin_port)
         second = AdminServer(
-            head.fleet, head.args, options, config, drain=head.drain, is_ending=lambda: False, adapters=list
+            head.fleet,
+            head.args,
+            options,
+            config,
+            drain=head.drain,
+            is_starting=lambda: False,
+            is_ending=lambda: False,
+            adapters=list,
         )
         with pytest.raises(ConfigError, match=f"--omni-admin-port: {HERE} port {head.admin_port} cannot be bound"):
             await second.start()

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +157,16 @@ def send(signum: int) -> None:
 
 
 async def test_it_serves_when_engines_do(start: Any) -> None:
-    async with start() as head:
+    admin_port = free_port()
+    async with start(admin_port=admin_port) as head, httpx.AsyncClient() as operator:
+        health = partial(operator.get, f"http://{HERE}:{admin_port}/health")
         await head.starts(1)
         with pytest.raises(httpx.ConnectError):
             await head.ask()
+        # One of its replicas may serve already.
+        assert (await health()).status_code == 503
         await head.serves()
+        assert (await health()).status_code == 200
         answers_itself(head.fleet)
         assert (await head.ask()).status_code == 200
         send(signal.SIGTERM)

@@ -40,6 +40,7 @@ from vllm_omni_plugin.other_loop import call_on
 
 logger = init_logger(__name__)
 
+_STARTING = "The server is starting."
 _CLOSE_TIMEOUT_S = 2
 """Seconds after which connections that are still answered are closed."""
 
@@ -60,6 +61,7 @@ class AdminServer:
         vllm_config: Any,
         *,
         drain: HeadDrain,
+        is_starting: Callable[[], bool],
         is_ending: Callable[[], bool],
         adapters: Callable[[], Collection[str]],
     ) -> None:
@@ -68,6 +70,7 @@ class AdminServer:
         self._options = options
         self._config = vllm_config
         self._drain = drain
+        self._is_starting = is_starting
         self._is_ending = is_ending
         self._adapters = adapters
         self._collector = FleetCollector(fleet.orchestrator)
@@ -193,7 +196,9 @@ class AdminServer:
         if self._drain.active:
             return DRAINING
         orchestrator = self._fleet.orchestrator
-        return "" if orchestrator.can_serve else str(unavailable(orchestrator))
+        if not orchestrator.can_serve:
+            return str(unavailable(orchestrator))
+        return _STARTING if self._is_starting() else ""
 
     def _ledgers(self) -> Iterator[tuple[int, LoadLedger]]:
         for pool in self._fleet.orchestrator.stage_pools:

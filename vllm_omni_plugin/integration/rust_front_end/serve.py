@@ -104,6 +104,7 @@ class Server:
             options,
             vllm_config,
             drain=self.drain,
+            is_starting=lambda: not self._serves,
             is_ending=lambda: self._ending,
             adapters=lambda: link.adapters.in_fleet,
         )
