@@ -35,10 +35,13 @@ from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.config import FLAGS
-from vllm_omni_plugin.errors import OmniError, RanksUnknownError, RequestRefusedError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, RanksUnknownError, RequestRefusedError
+from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.vllm_api.versions.differences import DECISIONS_ROUTE
 
 NEED_NO_ENGINE = {
@@ -141,6 +144,37 @@ async def test_an_operators_call_is_refused_without_a_coordinator(
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         assert "coordinator" in answer.json()["error"]["message"]
         assert (await client.post("/tokenize")).status_code != 503
+
+
+UNSERVED_CALLS = (("POST", "/pause"), ("POST", "/sleep"), ("GET", "/is_paused"), ("GET", "/is_sleeping"))
+
+
+@pytest.mark.parametrize(("method", "path"), UNSERVED_CALLS)
+@pytest.mark.parametrize("lost", [False, True])
+async def test_an_operators_call_that_nobody_takes_or_that_loses_the_coordinator_is_a_503_with_the_reason(
+    build: BuildApp, monkeypatch: pytest.MonkeyPatch, method: str, path: str, lost: bool
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    app, fleet = build(), FakeFleet(replicas=0)
+    calls = UtilityCallClient(fleet.orchestrator, FleetStages(None, [None]), WorkerRanks((), {}, {}, is_open=False))
+
+    async def lose(*_: object) -> None:
+        raise CoordinatorUnavailableError("The coordinator was lost. Please repeat the call.")
+
+    if lost:
+        monkeypatch.setattr(FleetCalls, "call", lose)
+    app.state.engine_client = SimpleNamespace(
+        pause_generation=lambda mode, clear_cache: calls.pause_scheduler_async(mode, clear_cache),
+        sleep=calls.sleep_async,
+        is_paused=calls.is_scheduler_paused_async,
+        is_sleeping=calls.is_sleeping_async,
+    )
+    async with fleet, client_of(app) as client:
+        give_fleet(app, fleet)
+        answer = await client.request(method, path)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    reason = "Please repeat the call." if lost else "Please try again later."
+    assert answer.json()["error"]["message"].endswith(reason)
 
 
 @pytest.mark.parametrize(

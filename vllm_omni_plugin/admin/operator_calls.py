@@ -1,13 +1,14 @@
 """vLLM routes for its operators, where one server must answer for the whole fleet."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextvars import ContextVar
 from http import HTTPStatus
 
 import msgspec
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni_plugin.admin.hold import BufferedRequest, error_response, is_request, refusal_response
 from vllm_omni_plugin.admin.operator_actions import FleetAdmin
@@ -47,18 +48,56 @@ AbortElsewhere = Callable[[Sequence[str]], Awaitable[None]]
 _ABORT_PATHS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 
 
+_QUESTION_PATHS = frozenset({"/is_paused", "/is_sleeping", "/weight_checker", "/weight_info"})
+
+_refusals: ContextVar[list[OmniError] | None] = ContextVar("omni_refusals", default=None)
+
+
+def note_refusal(error: OmniError) -> None:
+    """A call to the engines that the running HTTP request makes is refused for now, so that it gets a 503."""
+    if (refusals := _refusals.get()) is not None:
+        refusals.append(error)
+
+
 class OperatorCallMiddleware:
-    """Answers a POST to one of `OPERATOR_PATHS` with 503 and `Retry-After` if `omni_fleet` has a `refusal`."""
+    """Answers an operator's call that is refused for now with 503, the reason and `Retry-After`.
+
+    That is each POST to one of `OPERATOR_PATHS` while `omni_fleet` has a `refusal`, and any call that `note_refusal`
+    was told of.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = None
+        error: OmniError | None = None
         if is_request("POST", OPERATOR_PATHS, scope):
             fleet: FleetAdmin | None = getattr(scope["app"].state, "omni_fleet", None)
-            error = None if fleet is None else fleet.refusal
-        await (self._app if error is None else refusal_response(error))(scope, receive, send)
+            error = (fleet and fleet.refusal) or await self._make_call(scope, receive, send)
+        elif is_request("GET", _QUESTION_PATHS, scope) or is_request("POST", _QUESTION_PATHS, scope):
+            error = await self._make_call(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+        if error is not None:
+            await refusal_response(error)(scope, receive, send)
+
+    async def _make_call(self, scope: Scope, receive: Receive, send: Send) -> OmniError | None:
+        """Let vLLM make the call. If it is refused, return the error, and drop vLLM's answer."""
+        refusals: list[OmniError] = []
+
+        async def forward(message: Message) -> None:
+            if not refusals:
+                await send(message)
+
+        token = _refusals.set(refusals)
+        try:
+            await self._app(scope, receive, forward)
+        except OmniError:
+            if not refusals:
+                raise
+        finally:
+            _refusals.reset(token)
+        return next(iter(refusals), None)
 
 
 class AbortEverywhereMiddleware:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni_plugin.admin.operator_calls import note_refusal
 from vllm_omni_plugin.coordinator.protocol.call_effects import ABORT_CLIENT_REQUESTS, FORGET_LORA, HEAD_CALLS
-from vllm_omni_plugin.errors import OmniError, RanksUnknownError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError, OmniError, RanksUnknownError
 from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator import Orchestrator
@@ -99,6 +100,9 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
             return await result_of(reply)
         except QueueClosedError:
             raise EngineDeadError from None
+        except (NoReplicaError, CoordinatorUnavailableError) as error:
+            note_refusal(error)
+            raise
 
     async def profile_async(
         self,
