@@ -200,7 +200,8 @@ def test_engines_must_have_a_request_in_time_for_the_shorter_deadline(
     deadline: float | None, timeout_s: float | None, first_output_s: float, send_s: float
 ) -> None:
     config = AdmissionConfig(classes=(RequestClass(name="only", deadline=deadline),))
-    ticket = admission(config, first_output_s=first_output_s).new_ticket(RequestTerms("", timeout_s), 0, 1, 100.0)
+    rules, terms = admission(config, first_output_s=first_output_s), RequestTerms("", timeout_s, waited_s=7.0)
+    ticket = rules.new_ticket(terms, 0, 1, 107.0)
     assert isinstance(ticket, Ticket)
     assert ticket.send_by == 100.0 + send_s
 

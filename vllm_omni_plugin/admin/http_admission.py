@@ -120,12 +120,11 @@ class DeferredResponse:
         self._buffered: list[Message] | None = [] if deferred else None
 
     def add_request(self, request_id: str, now: float) -> RequestTerms:
-        """Note a request that is submitted for this response. Returns its terms with the time that is left."""
+        """Note a request submitted for this response; returns its terms. Later ones have as long as the first."""
+        if not self.request_ids:
+            self._terms = replace(self._terms, waited_s=now - self._arrived)
         self.request_ids.append(request_id)
-        timeout_s = self._terms.timeout_s
-        if timeout_s is None:
-            return self._terms
-        return replace(self._terms, timeout_s=max(0.0, timeout_s - (now - self._arrived)))
+        return self._terms
 
     def refuse(self, error: Exception | None) -> bool:
         """A request for this response has failed. Returns whether the client gets a refusal instead of the response."""

@@ -98,7 +98,7 @@ class Admission:
         """Give a request its place in the order, or refuse it because its tenant is at a limit.
 
         `priority` is OpenAI's, 0 if the request has none; `tokens` are of the prompt. The deadline counts from
-        `submitted_at`, in monotonic seconds, by default from now.
+        `submitted_at`, in monotonic seconds, by default from now, less what the request has waited before.
         """
         account = self._accounts.get_or_create(terms.tenant)
         refusal = self._limit_refusal(account, now)
@@ -116,7 +116,7 @@ class Admission:
         account.finish_tags[name] = start_tag + virtual_cost
         account.spend(cost, self._stage.heads, now)
         self._accounts.add_in_flight(account, now)
-        counts_from = now if submitted_at is None else submitted_at
+        counts_from = (now if submitted_at is None else submitted_at) - terms.waited_s
         send_by = counts_from + self._send_limit_s(terms, request_class)
         deadline = counts_from + _deadline_s(terms, request_class)
         queue.last_arrival = now

@@ -14,12 +14,14 @@ class RequestTerms(Struct, frozen=True):
     """What a client said of its request in headers: its tenant, "" if none, and the seconds that it waits for a token.
 
     `anonymous` clients have no valid API key, although the server has keys. All are one tenant, "", and none of their
-    requests comes before others by its priority.
+    requests comes before others by its priority. `waited_s`: seconds from the arrival of the HTTP request until its
+    first request to the fleet.
     """
 
     tenant: str = ""
     timeout_s: float | None = None
     anonymous: bool = False
+    waited_s: float = 0.0
 
     def allowed_priority(self, priority: int) -> int:
         """The priority that counts, of OpenAI's; lower ones start first."""
