@@ -8,15 +8,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 
 from tests.fakes.free_ports import free_port
 from tests.replicas.server.conftest import FINGERPRINT
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.control.lease_messages import MeetingPlan
+from vllm_omni_plugin.replicas.control.control_link import ControlServer
+from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, MeetingPlan, ToServer
+from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 from vllm_omni_plugin.replicas.replica_server.node import run_machine
@@ -93,6 +96,27 @@ class PrintingWorkers(FakeWorkers):
         super().end()
         sys.stdout.write(f"ended {self.plan.meeting}\n")
         sys.stdout.flush()
+
+
+@asynccontextmanager
+async def played_first_machine(
+    address: tuple[str, int], answers: Callable[[MachineReport], Iterable[MeetingPlan]]
+) -> AsyncIterator[list[MachineReport]]:
+    """A first machine with these answers to reports, which it yields."""
+    reports: list[MachineReport] = []
+
+    def answer(peer: bytes, report: ToServer) -> None:
+        assert isinstance(report, MachineReport)
+        reports.append(report)
+        for plan in answers(report):
+            control.send(peer, plan)
+
+    with closing(listen_for_machines(address)) as listener:
+        control = ControlServer(listener, None, answer)
+        try:
+            yield reports
+        finally:
+            control.close(0.0)
 
 
 async def main(rank: str, first: str, interval: str, timeout: str) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from tests.fakes.free_ports import free_port
 from tests.replicas.remote_server import RemoteApi
 from tests.replicas.server.conftest import FINGERPRINT
 from tests.replicas.server.groups import MACHINES, RANKS, FakeRanksLauncher, Group, Machine
+from tests.replicas.server.machines import played_first_machine
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.keep_running import Backoff
-from vllm_omni_plugin.replicas.control.control_link import ControlServer
-from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, MachineReport, MeetingPlan, ToServer
+from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, MachineReport, MeetingPlan
 from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine
-from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, exit_of
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
@@ -150,7 +148,7 @@ async def test_a_machine_that_is_told_to_end_between_meetings_ends_all(
     await eventually(lambda: all(machine.draining for machine in machines))
 
 
-async def test_ranks_that_end_longer_than_the_first_machine_are_not_killed(
+async def test_ranks_that_take_longer_to_end_than_the_first_machine_are_not_killed(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -219,16 +217,14 @@ class AtOnce(Executor):
 async def test_a_rank_that_stops_in_the_moment_in_which_its_meeting_begins_ends_that(
     caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
-    loop, port, reports = asyncio.get_running_loop(), free_port(), list[MachineReport]()
-    settings = MachineSettings(1, "10.0.0.1", f"tcp://127.0.0.1:{port}", {}, None, 0.05, 10.0)
+    loop, address = asyncio.get_running_loop(), ("127.0.0.1", free_port())
+    settings = MachineSettings(1, "10.0.0.1", f"tcp://127.0.0.1:{address[1]}", {}, None, 0.05, 10.0)
     launcher = FakeRanksLauncher()
     launcher.slow_end.set()
     machine = GroupMachine(settings, launcher, AtOnce(), time.monotonic, lambda: None)
 
-    def answer(peer: bytes, report: ToServer) -> None:
-        assert isinstance(report, MachineReport)
-        reports.append(report)
-        control.send(peer, MeetingPlan(7) if report.ready or report.running else NO_MEETING)
+    def answers(report: MachineReport) -> list[MeetingPlan]:
+        return [MeetingPlan(7) if report.ready or report.running else NO_MEETING]
 
     async def wait(rank: int) -> None:
         async with machine.turn(rank):
@@ -238,15 +234,13 @@ async def test_a_rank_that_stops_in_the_moment_in_which_its_meeting_begins_ends_
         loop.call_soon(ranks[0].cancel) if "wait" in reason else loop.call_soon(loop.call_soon, ranks[0].cancel)
 
     launcher.meet_in = stop  # type: ignore[method-assign]
-    with closing(listen_for_machines(("127.0.0.1", port))) as listener:
-        control = ControlServer(listener, None, answer)
+    async with played_first_machine(address, answers) as reports:
         ranks = [asyncio.create_task(wait(rank)) for rank in range(RANKS)]
         tasks = [asyncio.create_task(machine.run(60.0)), *ranks]
         await eventually(lambda: reports and reports[-1].failed == 7 and reports[-1].reason.endswith(reason))
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        control.close(0.0)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -279,7 +273,6 @@ async def test_a_first_machine_that_cannot_listen_names_the_flags(empty: Group) 
 @pytest.mark.parametrize("seed", range(10))
 async def test_after_any_faults_all_machines_meet_again(group: Group, seed: int) -> None:
     chance = random.Random(seed)
-    last = 1
     for _ in range(8):
         machine = group.machines[chance.randrange(MACHINES)]
         match chance.randrange(3):

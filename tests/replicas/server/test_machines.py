@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
@@ -17,20 +17,18 @@ from msgspec import structs
 from tests.fakes.conditions import eventually
 from tests.fakes.keeping import Keep
 from tests.replicas.server.conftest import FINGERPRINT, Node, StartNode
-from tests.replicas.server.machines import LAYOUT, FakeWorkers, MachinesFakeLauncher
+from tests.replicas.server.machines import LAYOUT, FakeWorkers, MachinesFakeLauncher, played_first_machine
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.replicas.control.control_link import ControlClient, ControlServer, open_control_link
+from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
 from vllm_omni_plugin.replicas.control.lease_messages import (
     NO_MEETING,
     FromServer,
     MachineReport,
     MeetingPlan,
-    ToServer,
 )
 from vllm_omni_plugin.replicas.machines import other_machine
-from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 
@@ -326,28 +324,33 @@ async def test_a_machine_that_is_told_to_end_drains_the_replica_first(node: Node
 async def test_a_meeting_that_ends_as_it_begins_leaves_a_machine_ready_for_the_next(
     launcher: MachinesFakeLauncher, start_machine: StartMachine
 ) -> None:
-    broken, second = MeetingPlan(7), MeetingPlan(8)
-    reports: list[MachineReport] = []
+    first, second = iter([(MeetingPlan(7), NO_MEETING)]), MeetingPlan(8)
 
-    def answer(peer: bytes, report: ToServer) -> None:
-        assert isinstance(report, MachineReport)
-        reports.append(report)
-        for plan in (broken, NO_MEETING) if len(reports) == 1 else (second,) if not report.running else ():
-            control.send(peer, plan)
+    def answers(report: MachineReport) -> Iterable[MeetingPlan]:
+        return next(first, () if report.running else (second,))
 
-    with closing(listen_for_machines(launcher.meeting_address)) as listener:
-        control = ControlServer(listener, None, answer)
-        try:
-            other = start_machine(1)
-            await eventually(lambda: other.workers and other.workers[-1].plan == second, "the second meeting")
-        finally:
-            control.close(0.0)
+    async with played_first_machine(launcher.meeting_address, answers):
+        other = start_machine(1)
+        await eventually(lambda: other.workers and other.workers[-1].plan == second, "the second meeting")
 
 
 async def test_a_machine_without_a_meeting_leaves_at_once(start_machine: StartMachine) -> None:
     machine = start_machine(1)
     machine.machine.leave()
     await asyncio.wait_for(machine.running, 10)
+
+
+async def test_a_machine_that_leaves_as_a_meeting_begins_starts_no_workers(
+    launcher: MachinesFakeLauncher, start_machine: StartMachine
+) -> None:
+    answers = iter([(NO_MEETING,), (NO_MEETING,), (MeetingPlan(7), MeetingPlan(7, drain=True))])
+    async with played_first_machine(launcher.meeting_address, lambda report: next(answers)) as reports:
+        other = start_machine(1, interval=10.0)
+        await eventually(lambda: reports)
+        other.machine.leave()
+        await asyncio.wait_for(other.running, 10)
+    assert [report.leaving for report in reports] == [False, True, True]
+    assert "omni-workers" not in {task.get_name() for task in asyncio.all_tasks()}
 
 
 @pytest.mark.parametrize(

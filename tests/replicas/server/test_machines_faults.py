@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,9 @@ from tests.fakes.conditions import eventually
 from tests.fakes.free_ports import free_port
 from tests.fakes.keeping import Keep
 from tests.replicas.server.conftest import Node, StartNode
-from tests.replicas.server.machines import FakeWorkers, MachinesFakeLauncher
+from tests.replicas.server.machines import FakeWorkers, MachinesFakeLauncher, played_first_machine
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.replicas.control.control_link import ControlServer
-from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, MeetingPlan, ToServer
-from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
+from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, MeetingPlan
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 
 INTERVAL, TIMEOUT = "0.1", "1.0"
@@ -176,30 +173,26 @@ async def test_sigterm_drains_the_replica_before_its_machine_ends(
 
 
 async def test_a_machine_that_stood_still_reads_the_first_ones_answer_before_it_takes_that_for_silent() -> None:
-    port, reports, now, started = free_port(), list[MachineReport](), [0.0], list[FakeWorkers]()
-    settings = MachineSettings(1, "10.0.0.1", f"tcp://127.0.0.1:{port}", {}, None, 0.05, 10.0)
+    address, now, started = ("127.0.0.1", free_port()), [0.0], list[FakeWorkers]()
+    settings = MachineSettings(1, "10.0.0.1", f"tcp://127.0.0.1:{address[1]}", {}, None, 0.05, 10.0)
 
     def start(plan: MeetingPlan) -> FakeWorkers:
         started.append(FakeWorkers(plan))
         return started[-1]
 
-    def answer(peer: bytes, report: ToServer) -> None:
-        assert isinstance(report, MachineReport)
-        reports.append(report)
-        if len(reports) == 3:
-            # The answer is on its way.
-            now[0] += 60.0
-        else:
-            control.send(peer, MeetingPlan(7))
+    def answers(report: MachineReport) -> list[MeetingPlan]:
+        if len(reports) != 3:
+            return [MeetingPlan(7)]
+        # The answer is on its way.
+        now[0] += 60.0
+        return []
 
-    with ThreadPoolExecutor(2) as executor, closing(listen_for_machines(("127.0.0.1", port))) as listener:
-        machine = OtherMachine(settings, start, executor, lambda: now[0])
-        control = ControlServer(listener, None, answer)
-        running = asyncio.create_task(machine.run(60.0))
-        await eventually(lambda: len(reports) > 5, "reports")
-        running.cancel()
-        await asyncio.wait([running])
-        control.close(0.0)
+    with ThreadPoolExecutor(2) as executor:
+        async with played_first_machine(address, answers) as reports:
+            running = asyncio.create_task(OtherMachine(settings, start, executor, lambda: now[0]).run(60.0))
+            await eventually(lambda: len(reports) > 5, "reports")
+            running.cancel()
+            await asyncio.wait([running])
     for workers in started:
         os.close(workers.sentinel)
     assert {(report.running, report.failed) for report in reports[2:]} == {(7, 0)}

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, MeetingPlan
 from vllm_omni_plugin.replicas.engine.engine_start import Process
 from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines, ProcessOfMeeting
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
@@ -229,16 +229,16 @@ class GroupMachine(OtherMachine):
             logger.info("The first machine has ended; the ranks here end by themselves, and then this machine.")
             await self._loop.create_future()
 
-    def _on_message(self, message: FromServer) -> None:
-        if isinstance(message, MeetingPlan) and message.drain:
+    def _follow(self, plan: MeetingPlan) -> None:
+        if plan.drain:
             self._drain()
-        if isinstance(message, MeetingPlan) and self._ranks is not None:
+        if self._ranks is not None:
             if self._ranks.may_leave:
                 # They end by themselves.
                 return
-            if message.meeting and message.meeting == self._attendance.running:
-                if message.leave:
+            if plan.meeting and plan.meeting == self._attendance.running:
+                if plan.leave:
                     self._ranks.release()
-            elif message.reason:
-                self._ranks.break_up(message.reason)
-        super()._on_message(message)
+            elif plan.reason:
+                self._ranks.break_up(plan.reason)
+        super()._follow(plan)

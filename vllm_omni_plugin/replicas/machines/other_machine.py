@@ -213,11 +213,12 @@ class OtherMachine:
                     # As `MeetingHost.watch`: what came while this process did not run is read first.
                     if now - self._answered_at > settings.timeout and now - due_at <= settings.interval:
                         raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
-            finally:
+            except asyncio.CancelledError:
                 if self._leaving and not self._heard.is_set():
                     link.send(self._report())
                     with suppress(TimeoutError):
                         await finish(asyncio.wait_for(self._heard.wait(), settings.timeout))
+                raise
         raise ReplicaError("the connection to it is lost")
 
     def _report(self) -> MachineReport:
@@ -242,12 +243,18 @@ class OtherMachine:
             self._heard.set()
         if self._refusal:
             self._changed.set()
+        else:
+            self._follow(message)
+
+    def _follow(self, plan: MeetingPlan) -> None:
+        if self._leaving and not self._attendance.running:
+            # Nobody would end what is started now.
             return
-        match self._attendance.follow(message.meeting):
+        match self._attendance.follow(plan.meeting):
             case Step.END:
                 self._cancel_work()
             case Step.START:
-                self._work = asyncio.create_task(self._run_workers(message), name="omni-workers")
+                self._work = asyncio.create_task(self._run_workers(plan), name="omni-workers")
                 # Not by the task itself: one that is cancelled at once never begins.
                 self._work.add_done_callback(self._workers_ended)
                 self._changed.set()
