@@ -58,8 +58,8 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     for name, (refused, reason) in _REFUSED.items():
         if refused(getattr(args, name, None)):
             raise ConfigError(f"argument --{name.replace('_', '-')}: not allowed with --omni-* flags: {reason}")
-    if args.nnodes < 1:
-        raise ConfigError(f"argument --nnodes: {args.nnodes} is below 1")
+    if not 0 <= args.node_rank < args.nnodes:
+        raise ConfigError(f"argument --node-rank: {args.node_rank} of --nnodes {args.nnodes}: ranks begin at 0")
     if args.nnodes > 1:
         _refuse_with_machines(args)
     local_ranks = getattr(args, "data_parallel_size_local", None)
@@ -84,10 +84,8 @@ def _refuse_with_machines(args: argparse.Namespace) -> None:
         host(args.master_addr)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"argument --master-addr: {error}") from error
-    for name, first, last in (("node_rank", 0, args.nnodes - 1), ("master_port", 1, 65535)):
-        if not first <= (value := getattr(args, name)) <= last:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"argument {flag}: {value}: with --nnodes {args.nnodes} it is {first} to {last}")
+    if not 1 <= args.master_port <= 65535:
+        raise ConfigError(f"argument --master-port: {args.master_port} is not 1 to 65535")
     for name, refused, instead in (
         ("omni_pipeline", bool, "start a pipeline's replicas on one machine each"),
         ("omni_dp_size_local", lambda count: (count or 1) > 1, "start a process on each machine for each replica"),
