@@ -74,7 +74,9 @@ class AdminServer:
         self._is_ending = is_ending
         self._adapters = adapters
         self._collector = FleetCollector(fleet.orchestrator)
-        self.statistics = ReplicaStatistics(vllm_config, self._ledgers, self._record_soon)
+        self.statistics = ReplicaStatistics(
+            vllm_config, self._ledgers, self._record_soon, enabled=not args.disable_log_stats
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -144,7 +146,7 @@ class AdminServer:
             read_prompt=prompts.read,
             is_ending=self._is_ending,
             is_over=lambda: self._serving is None,
-            record_statistics=self._record,
+            record_statistics=self.statistics.flush,
         )
 
     def _publish_key(self) -> str:
@@ -182,7 +184,7 @@ class AdminServer:
         }
 
     async def _metrics(self, request: Request) -> Response:
-        self._record()
+        self.statistics.flush()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(REGISTRY), headers={"Content-Type": content_type})
 
@@ -206,12 +208,7 @@ class AdminServer:
                 yield member.engine_index, member.ledger
 
     def _record_soon(self) -> None:
-        call_on(self._loop, self._record)
-
-    def _record(self) -> None:
-        # As behind vLLM's Python server: engines that report nothing have no metrics, instead of zeros.
-        if not self._args.disable_log_stats:
-            self.statistics.flush()
+        call_on(self._loop, self.statistics.flush)
 
 
 class _Server(uvicorn.Server):

@@ -73,14 +73,20 @@ class ReplicaStatistics:
         vllm_config: of the server. It must have the sizes of the first ready response when a first replica has joined.
         ledgers: of all replicas, by engine index. Called by `flush`.
         record_soon: is called on the orchestrator's thread, and must make the other thread call `flush`.
+        enabled: else reports are dropped, and vLLM has no metrics, as behind its Python server; they would be 0.
     """
 
     def __init__(
-        self, vllm_config: Any, ledgers: Callable[[], Iterable[tuple[int, LoadLedger]]], record_soon: Callable[[], None]
+        self,
+        vllm_config: Any,
+        ledgers: Callable[[], Iterable[tuple[int, LoadLedger]]],
+        record_soon: Callable[[], None],
+        enabled: bool = True,
     ) -> None:
         self._config = vllm_config
         self._ledgers = ledgers
         self._record_soon = record_soon
+        self._enabled = enabled
         self._lock = threading.Lock()
         self._serving: set[int] = set()
         self._whole: list[tuple[int, SchedulerStats]] = []
@@ -118,6 +124,8 @@ class ReplicaStatistics:
         with self._lock:
             serving, whole, sums = set(self._serving), self._whole, self._sums
             self._whole, self._sums = [], {}
+        if not self._enabled:
+            return
         tokens = self._count_tokens()
         for index in sorted(serving | {index for index, _ in whole} | sums.keys() | tokens.keys()):
             self._label(index)
