@@ -132,6 +132,10 @@ async def test_a_stage_whose_code_ends_its_process_has_crashed_before_the_proces
         assert head.deaths == ["the engine reported its own death"]
         assert head.client.engine_failed
         note.read_text()
+        # A head that sees this exit first counts a crash, too.
+        exited = await asyncio.to_thread(os.waitid, os.P_PID, head.replica.pid, os.WEXITED | os.WNOWAIT)
+        assert exited is not None
+        assert exited.si_status == 1
 
 
 def has_handled(pid: int, signum: int) -> bool:

@@ -71,6 +71,9 @@ class StageEngine(SocketEngine):
             # Heads would see its connection break before its process has exited, and not know that it has crashed.
             for client_index in range(len(self._outputs)):
                 self._put(client_index, [stage_protocol.ENGINE_DEAD])
+            if not isinstance(error, Exception):
+                # As it is, `sys.exit()` would look like an end on request, and say nothing.
+                error = RuntimeError(f"its code ended the process: {error!r}")
             self.ended.set_exception(error)
 
     def _add(self, request: stage_protocol.StageRequest) -> None:
