@@ -81,15 +81,15 @@ def read_call_options(fields: Mapping[str, Any], pipeline: Pipeline) -> CallOpti
 
 
 def _modalities(given: Any, pipeline: Pipeline) -> tuple[Modality, ...]:
-    names = pipeline.default_modalities if given is None else _names(given, "modalities")
+    if given is None:
+        return pipeline.default_modalities
+    names = _names(given, "modalities")
     _require_known(names, pipeline.modalities, "there is no modality {}", "modalities")
     asked = tuple(modality for modality in pipeline.modalities if modality in names)
     if _ANSWERS.isdisjoint(asked):
         has = ", ".join(pipeline.modalities)
         message = f"`modalities` asks for no output that this route can return: the pipeline has {has}."
         raise BadOptionError(message, "modalities")
-    if given is None:
-        return asked
     if hidden := [modality for modality in asked if modality not in _SENDABLE]:
         raise BadOptionError(f"'{hidden[0]}' cannot be sent in an answer.", "modalities")
     if extra := [modality for modality in asked if modality not in _ANSWERS and Modality.TEXT not in asked]:
