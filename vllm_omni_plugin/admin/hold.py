@@ -83,7 +83,7 @@ class Hold:
             if ending.done():
                 raise self._refuse(SHUTTING_DOWN)
             if not gone.done() and not served.done():
-                raise self._refuse_without_replica(f"the request waited {longest:.3g} s")
+                raise self._refuse_without_replica(f"the request waited {round(longest, 2):g} s")
             if gone.done():
                 gone.result()
             return not gone.done()
