@@ -89,11 +89,10 @@ def _parse_stage(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
     if args.machines > 1 and not args.num_gpus + args.num_cpus:
         parser.error("argument --machines: it needs --num-gpus or --num-cpus, of each machine")
     given, others = parse_fleet_flags(serve, _PROG)
+    known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
     for name in (word.partition("=")[0].replace("_", "-") for word in others):
         if name in _OF_MACHINES:
             parser.error(f"argument {name}: give --machines, and Ray chooses them")
-    known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
-    for name in (word.partition("=")[0] for word in others):
         if name.startswith("--omni-"):
             parser.error(f"unknown argument {name}{did_you_mean(name, known)}")
     if not {"master_address", "master_port"} <= given.keys():

@@ -31,9 +31,8 @@ logger = init_logger(__name__)
 
 # Frames received before deadlines and publishing are handled.
 BATCH_FRAMES = 256
-# Lateness below this part of the heartbeat timeout is scheduling noise.
+# Of the heartbeat timeout. If `_tick` is later than that, silent peers get that time in addition.
 LATENESS_TOLERANCE_FRACTION = 0.1
-"""Of the heartbeat timeout: by how much `_tick` may be late before silent peers get that time in addition."""
 _STALE = "older than the table's row, or DOWN of an unknown replica"
 _NO_SESSION = "from a head without a session on this connection"
 

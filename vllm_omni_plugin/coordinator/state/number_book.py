@@ -39,15 +39,14 @@ class NumberBook:
     def prepare(self, scope: int, name: _Name) -> int:
         """Return the number of a name, which a replica will claim later."""
         scoped = scope, name
-        if self._numbers.get(scoped, -1) < self._first.get(scope, 0):
-            self._forget(scoped)
+        if scoped not in self._numbers:
             self._give(scoped, self._lowest_free(scope))
         if scoped not in self._holders:
             self._set_absent(scoped)
         return self._numbers[scoped]
 
     def claim(self, scope: int, key: ReplicaKey, host_slot: str, wanted: int) -> int:
-        """Return the number of a present replica: ``wanted`` unless that is below ``first`` or present."""
+        """Return the number of a present replica: ``wanted`` unless that is below ``first`` or of another one."""
         scoped: _Scoped = scope, host_slot or key
         if self._holders.get(scoped, key) != key:
             scoped = scope, key
@@ -96,8 +95,7 @@ class NumberBook:
         number = self._numbers.pop(scoped, None)
         if number is not None:
             del self._names[scoped[0], number]
-            if number >= self._first.get(scoped[0], 0):
-                self._taken_below[scoped[0]] = min(self._taken_below[scoped[0]], number)
+            self._taken_below[scoped[0]] = min(self._taken_below[scoped[0]], number)
 
     def _lowest_free(self, scope: int) -> int:
         while (scope, self._taken_below[scope]) in self._names:

@@ -95,7 +95,7 @@ class StageCalls:
         self._cordon_for_weights = cordon_for_weights
         self._uncordon = uncordon
         self.wanted = NOTHING_TOLD
-        # A replica has weights of an update that heads have made which are gone, with their document.
+        # A replica has the weights of an update that only heads knew which are gone.
         self._found_updated = False
         # Open calls of this head during which engines compute no requests.
         self._halting = 0

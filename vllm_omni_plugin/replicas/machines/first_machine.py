@@ -31,8 +31,8 @@ class MachinesLauncher(LauncherOverMachines, Protocol):
 
 
 @dataclass
-class MeetingProcess(ProcessOfMeeting):
-    """The engine of one meeting; a `Process`.
+class EngineOfMeeting(ProcessOfMeeting):
+    """The engine; a `Process`.
 
     `on_end` ends the meeting, from any thread. `silent` names a machine that may be lost, or "". `broken`: why the
     meeting was ended.
@@ -75,7 +75,7 @@ class FirstMachine(MeetingHost):
         self._launcher = launcher
         self._on_leaving = on_leaving
         self._loop = asyncio.get_running_loop()
-        self._process: MeetingProcess | None = None
+        self._process: EngineOfMeeting | None = None
         self.was_broken = ""
         self.ready_timeout, self.ready_timeout_variable = launcher.ready_timeout, launcher.ready_timeout_variable
 
@@ -112,9 +112,9 @@ class FirstMachine(MeetingHost):
                 raise ReplicaError(broken) from error
             raise
 
-    def start(self, replica_id: int) -> MeetingProcess:
+    def start(self, replica_id: int) -> EngineOfMeeting:
         meeting = self._meetings.plan.meeting
-        self._process = MeetingProcess(
+        self._process = EngineOfMeeting(
             self._launcher.start(replica_id), partial(self._end_from_thread, meeting), self._silent
         )
         return self._process

@@ -262,7 +262,7 @@ class OtherMachine:
     def _cancel_work(self) -> None:
         # A second cancellation would interrupt the wait for the end.
         if self._work is not None and not self._work.done() and not self._work.cancelling():
-            logger.info("The first machine has ended the replica's run; this machine ends its workers.")
+            logger.info("This machine ends its workers.")
             self._work.cancel()
 
     async def _end_work(self) -> None:

@@ -73,10 +73,9 @@ class OutputSlot:
     def lease(self, new_proxy: Callable[..., DataProxy]) -> DataProxy:
         """Give the slot to a head; `new_proxy` makes a `DataProxy`, from the arguments that it takes by name.
 
-        Raises FileNotFoundError if the engine's sockets were removed, so that nothing can connect to them any more.
+        Raises FileNotFoundError if the socket for inputs was removed, so that the proxy could not connect to it.
         """
-        for address in (self._link.input_addr, self._link.output_addr):
-            os.stat(address.removeprefix("ipc://"))
+        os.stat(self._link.input_addr.removeprefix("ipc://"))
         self.client.pause_reading()
         # Outputs that have arrived belong to an earlier head.
         self.client.drain()
