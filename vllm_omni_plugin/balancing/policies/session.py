@@ -16,6 +16,7 @@ from vllm_omni_plugin.balancing.interface import (
 )
 from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.policy_options import number
+from vllm_omni_plugin.balancing.sampling import queue_lengths_of
 
 _ATTEMPTS = 16
 
@@ -47,12 +48,12 @@ class SessionBalancer(DecidingBalancer):
             return replace(self._least_load.decide(task, replicas), fallback="no-session")
         self._table.set_replicas(replicas)
         key = session.encode(errors="surrogatepass")
-        total = sum([replica.queue_length for replica in replicas])
-        bound = self._load_factor * (total + 1) / len(replicas) + self._slack
+        lengths = queue_lengths_of(replicas)
+        bound = self._load_factor * (int(lengths.sum()) + 1) / len(replicas) + self._slack
         candidates: list[Candidate] = []
         for attempt in range(_ATTEMPTS):
             position = self._table.position(key, attempt)
-            candidates.append(Candidate(position, replicas[position].queue_length))
+            candidates.append(Candidate(position, float(lengths[position])))
             if candidates[-1].score <= bound:
                 return Decision(position, "session-spilled" if attempt else "session", tuple(candidates))
         return replace(self._least_load.decide(task, replicas), reason="session-spilled")

@@ -51,8 +51,7 @@ class PolicyGuard:
         if not flaw:
             return decision
         self._warn("decide", f"{flaw}; such requests go to the shortest queue instead")
-        shortest = min(range(len(replicas)), key=lambda place: replicas[place].queue_length)
-        return Decision(shortest, "least-load", fallback=POLICY_FAULT, by_policy=False)
+        return Decision(int(replicas.queue_lengths.argmin()), "least-load", fallback=POLICY_FAULT, by_policy=False)
 
     def explain(self, task: Task, replicas: ServingReplicas[Any]) -> Decision:
         """The policy's decision, without carrying it out. Raises NoExplanationError if it gives no valid one."""

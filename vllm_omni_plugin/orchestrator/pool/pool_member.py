@@ -65,7 +65,8 @@ class PoolMember:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
         queue_length: unfinished requests as the ledger has them: this head's, which are exact, and those of other heads
-            as they were reported. An attribute, since policies read it of all replicas.
+            as they were reported. Only the pool sets it.
+        place: its index among the serving replicas; None: it does not serve.
         stalls: how often its engine answered and computed nothing, see `StallWatch`.
         adapter_loads: how often a request came whose LoRA adapter its engine probably had to load.
         bad_output_at: monotonic seconds at which it last sent an output that the front end could not process.
@@ -94,6 +95,7 @@ class PoolMember:
     in_flight: dict[str, StageRun] = field(default_factory=dict)
     ledger: LoadLedger = field(default_factory=LoadLedger)
     queue_length: int = 0
+    place: int | None = None
     progress: Progress = field(default_factory=Progress)
     assignments: int = 0
     restarts: int = 0

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_omni_plugin.admission import QueuePosition
@@ -143,7 +143,8 @@ class StagePool:
     ) -> bool:
         """The replica takes requests over this client from now on, unless it is cordoned. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
-        member.ledger, member.queue_length, member.progress = LoadLedger(size), 0, Progress(self._clock())
+        member.ledger, member.progress = LoadLedger(size), Progress(self._clock())
+        self._count(member)
         if not self._promised_tokens or (member.starts_with_head and size.max_model_len):
             self._promised_tokens = min(size.max_model_len, self._promised_tokens or size.max_model_len)
         if self.exchange is not None:
@@ -179,7 +180,8 @@ class StagePool:
         self.flow.dropped(self._clock(), sum(not run.has_output for run in orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
-        member.ledger, member.queue_length = LoadLedger(), 0
+        member.ledger = LoadLedger()
+        self._count(member)
         if served:
             self._policy.notify("replica_lost", member)
             if self.exchange is not None:
@@ -230,12 +232,12 @@ class StagePool:
             decision = Decision(affinity_key % len(serving), BOUND, by_policy=False)
         else:
             if self.unreported.heads > 1:
-                self.unreported.estimate(self._clock(), sum([m.queue_length for m in serving]))
+                self.unreported.estimate(self._clock(), int(serving.queue_lengths.sum()))
             decision = self._policy.decide(task, serving)
         if serving[decision.position].replica_id in avoid:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
             if places:
-                shortest = min(places, key=lambda place: serving[place].queue_length)
+                shortest = min(places, key=serving.queue_lengths.__getitem__)
                 decision = Decision(shortest, APART, by_policy=False)
         member = serving[decision.position]
         if affinity_key is not None and not pinned:
@@ -266,7 +268,7 @@ class StagePool:
         member.ledger.charge(run, run.charged_at)
         self.unreported.in_flight += 1
         self.flow.entered(run.charged_at)
-        member.queue_length = member.ledger.requests
+        self._count(member)
         if self.exchange is not None:
             self.exchange.changed(member)
         self._policy.notify("assigned", run.task, member, run.decision)
@@ -284,7 +286,7 @@ class StagePool:
         """The engine reported its load; the outputs of the same message were accepted before."""
         member.progress.report(self._clock(), report.kv_usage)
         member.ledger.report(report)
-        member.queue_length = member.ledger.requests
+        self._count(member)
 
     def restart_silence(self) -> None:
         """That engines have been silent until now says nothing: an operator call kept them from computing."""
@@ -301,7 +303,7 @@ class StagePool:
         member.ledger.release(run, now)
         if not run.has_output:
             self.flow.dropped(now, in_engine_s=_in_engine_s(run, now))
-        member.queue_length = member.ledger.requests
+        self._count(member)
         if self.exchange is not None:
             self.exchange.changed(member)
         if run.ended and not run.sent and run.decision.by_policy:
@@ -314,7 +316,7 @@ class StagePool:
     def set_others_work(self, member: PoolMember, others: Work | None) -> None:
         """Other heads have charged this work to a replica; None: they do not report it, see `LoadLedger`."""
         member.ledger.set_others_work(others)
-        member.queue_length = member.ledger.requests
+        self._count(member)
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
         """The replica's engine reported a change of its cache. Ignored once the replica is lost."""
@@ -334,9 +336,21 @@ class StagePool:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:
-            self.serving = ServingReplicas([m for m in self.serving if m is not member], self.unreported)
+            self._set_serving([m for m in self.serving if m is not member])
+            member.place = None
         elif serves and not served:
-            self.serving = ServingReplicas(_in_order((*self.serving, member)), self.unreported)
+            self._set_serving(_in_order((*self.serving, member)))
+
+    def _set_serving(self, members: Sequence[PoolMember]) -> None:
+        self.serving = ServingReplicas(members, self.unreported)
+        for place, member in enumerate(members):
+            member.place = place
+
+    def _count(self, member: PoolMember) -> None:
+        """Its ledger has changed."""
+        member.queue_length = member.ledger.requests
+        if member.place is not None:
+            self.serving.queue_lengths[member.place] = member.queue_length
 
 
 def _in_order(members: Iterable[PoolMember]) -> tuple[PoolMember, ...]:
