@@ -54,6 +54,7 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, which also refuses types that JSON does not have and repeated keys."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Refuse keys that occur twice or are no text, and bound what merges may make of a mapping."""
         taken = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):

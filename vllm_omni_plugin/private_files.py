@@ -38,6 +38,7 @@ def read_key_file(path: str | Path, place: str, private: bool = False) -> list[s
 
 
 def _fault(found: os.stat_result, private: bool) -> str:
+    """Why a secret's file is not used: no regular file, another owner's, or readable by others."""
     if not stat.S_ISREG(found.st_mode):
         return "it is not a regular file"
     if private and found.st_uid != os.geteuid():
@@ -128,6 +129,7 @@ def open_user_folder(path: Path, create: bool = False) -> Iterator[UserFolder]:
 
 
 def _require_private(descriptor: int, is_kind: Callable[[int], bool], kind: str, mode: int) -> None:
+    """Refuse a folder or file that is not this user's own, or open to others."""
     found = os.fstat(descriptor)
     found_mode = stat.S_IMODE(found.st_mode)
     if is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found_mode & 0o077:

@@ -80,7 +80,7 @@ def publish_head(host: str | None, port: int, head: LocalHead) -> None:
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
         else:
-            atexit.register(_remove, path, names, text, os.getpid())
+            atexit.register(_remove_at_exit, path, names, text, os.getpid())
     if len(problems) == len(paths):
         logger.warning(
             "This head's own admin key cannot be saved (%s), so vllm-omni-plugin does not find it. To change the "
@@ -134,13 +134,13 @@ def local_addresses(host: str | None) -> tuple[str, ...]:
     return ()
 
 
-def _remove(path: Path, names: Sequence[str], text: str, owner: int) -> None:
+def _remove_at_exit(path: Path, names: Sequence[str], text: str, owner: int) -> None:
+    """At exit, remove the files of this head, unless another head at this address has replaced them."""
     # A fork of this process runs its exit handlers too.
     if os.getpid() != owner:
         return
     for name in names:
         with suppress(OSError), open_user_folder(path) as folder:
-            # Not that of a head that was started at this address since.
             if folder.read(name) == text:
                 folder.remove(name)
 

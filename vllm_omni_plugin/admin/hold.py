@@ -113,6 +113,7 @@ class Hold:
 
 
 def unavailable(orchestrator: Orchestrator, why: str = "") -> NoReplicaError:
+    """The 503's error: of the first needed stage without a serving replica."""
     pools = orchestrator.needed_pools
     return next((pool for pool in pools if not pool.serving), pools[0]).unavailable(why)
 
@@ -132,6 +133,7 @@ class HoldMiddleware:
         self._has_key = has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse `/health` and let inference wait while the head cannot serve; else pass the request on."""
         is_health = is_request("GET", _HEALTH_PATHS, scope)
         is_held = is_health or is_request("POST", self._paths, scope)
         hold: Hold | None = getattr(scope["app"].state, "omni_hold", None) if is_held else None
@@ -145,6 +147,7 @@ class HoldMiddleware:
             await self._wait(hold, scope, receive, _with_retry_after(send))
 
     async def _wait(self, hold: Hold, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on once a replica serves; 503 after the wait's end, 499 if its client has left."""
         request = BufferedRequest(receive)
         try:
             try:
@@ -231,6 +234,8 @@ def error_response(message: str, status: HTTPStatus, kind: str, headers: Mapping
 
 
 def _with_retry_after(send: Send) -> Send:
+    """Add Retry-After to any 503 that lacks one, also to vLLM's own."""
+
     def forward(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start" and message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
             MutableHeaders(scope=message).setdefault("Retry-After", str(RETRY_AFTER_S))

@@ -75,6 +75,7 @@ def tenant_headers(tenant_header: str | None, admission_file: str | None) -> tup
 
 
 def _seconds(text: str) -> float:
+    """The client's deadline (`X-Request-Timeout`); 400 if it is no positive number."""
     try:
         value = float(text)
     except ValueError:
@@ -85,6 +86,7 @@ def _seconds(text: str) -> float:
 
 
 def _tenant(headers: Headers, names: Sequence[str]) -> str:
+    """The first tenant header that is set; without one, the API key's hash; else the tenant without a name."""
     for name in names:
         if tenant := _text(headers.get(name.lower().encode(), b"")).strip():
             return tenant
@@ -136,6 +138,7 @@ class DeferredResponse:
         return self._send(message) if self._buffered is None else self._buffer(self._buffered, message)
 
     async def _buffer(self, buffered: list[Message], message: Message) -> None:
+        """Hold a stream back until its first output, so that a late refusal is still a 429 and not a broken 200."""
         buffered.append(message)
         # Some streams send their first events before they submit a request.
         is_output = message["type"] != "http.response.start" and (
@@ -179,6 +182,7 @@ class AdmissionMiddleware:
         self._has_key = has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request that admission would refuse anyway, before vLLM reads it; 400 for a bad deadline."""
         admission: HttpAdmission | None = (
             getattr(scope["app"].state, "omni_admission", None) if is_request("POST", self._paths, scope) else None
         )

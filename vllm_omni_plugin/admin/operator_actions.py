@@ -191,6 +191,7 @@ class AdmissionFile:
         task.add_done_callback(self._tasks.discard)
 
     async def _load_and_log(self) -> None:
+        """After SIGHUP: a file with an error is logged, and the former config stays."""
         try:
             await self._load()
         except ConfigError as error:

@@ -70,6 +70,7 @@ class OperatorCallMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """503 for an operators' call while other heads cannot be told of it, or if the fleet refuses it."""
         error: OmniError | None = None
         if is_request("POST", OPERATOR_PATHS, scope):
             fleet: FleetAdmin | None = getattr(scope["app"].state, "omni_fleet", None)
@@ -113,6 +114,7 @@ class AbortEverywhereMiddleware:
         self._abort_all_paths = abort_all_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Abort the ids at the other heads first; if that fails, this head aborts nothing either."""
         abort: AbortElsewhere | None = (
             getattr(scope["app"].state, "omni_abort_elsewhere", None)
             if is_request("POST", _ABORT_PATHS, scope) and _has_route(scope)
@@ -165,14 +167,15 @@ class WorldSizeMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer `/get_world_size` with the workers of all replicas, unless only those of one are wanted."""
         count: Callable[[], int] | None = None
         if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) == PATH:
             asked = QueryParams(scope["query_string"]).get("include_dp", "true").lower()
             count = None if asked in _FALSE else getattr(scope["app"].state, "omni_count_workers", None)
-        await (self._app if count is None else _answer(count))(scope, receive, send)
+        await (self._app if count is None else _world_size(count))(scope, receive, send)
 
 
-def _answer(count: Callable[[], int]) -> Response:
+def _world_size(count: Callable[[], int]) -> Response:
     try:
         return JSONResponse({"world_size": count()})
     except RanksUnknownError as error:

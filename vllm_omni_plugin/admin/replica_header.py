@@ -38,6 +38,7 @@ class ReplicaHeaderMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Name the replicas in the head of the response; of a stream in a last comment, if its client asked for it."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

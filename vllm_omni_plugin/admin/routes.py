@@ -123,6 +123,7 @@ async def _manage(request: Request, replica: str, action: Action) -> None:
 
 @contextmanager
 def _http_errors() -> Iterator[None]:
+    """Turn our errors into their HTTP status; the coordinator's absence gets Retry-After."""
     try:
         yield
     except OmniError as error:

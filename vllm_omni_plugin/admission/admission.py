@@ -263,6 +263,7 @@ class Admission:
         return named, TenantReport(waiting, in_flight, self._other_tokens, sum(each.weight for each in others))
 
     def _is_over_share(self, account: TenantAccount, class_name: str, now: float) -> bool:
+        """Whether the tenant has used too much, or a higher class has waited lately: it leaves some room free."""
         return self._accounts.has_used_more_than_share(account, now) or self._queue.has_higher_class(
             class_name, now - ACTIVE_S
         )
@@ -363,5 +364,6 @@ def _limit_of(heads: int, limit: str) -> str:
 
 
 def _refusal(over_share: bool, reason: RefusalReason, message: str, retry_after_s: float = 0.0) -> RequestRefusedError:
+    """429 if the tenant is over its share or limit, 503 if the fleet is full; Retry-After is bounded."""
     status = HTTPStatus.TOO_MANY_REQUESTS if over_share else HTTPStatus.SERVICE_UNAVAILABLE
     return RequestRefusedError(status, reason, message, min(MAX_RETRY_AFTER_S, max(1, ceil(retry_after_s))))

@@ -39,6 +39,7 @@ class RecentUsage:
         return self.running + self._decayed(now, since)
 
     def _decayed(self, now: float, since: float) -> float:
+        """Used tokens halve each `_HALF_LIFE_S`; what ended while the tenant was alone does not count."""
         return 0.0 if self._ended_at <= since else self._ended * exp2(min(0.0, self._ended_at - now) / _HALF_LIFE_S)
 
 
@@ -90,6 +91,7 @@ class TenantAccount:
         return None if rate is None else rate / heads
 
     def _bucket(self, rate: float, heads: int, now: float) -> float:
+        """Tokens that may be used now: what was saved, refilled since, at most the burst."""
         burst = rate * _BURST_S if self.settings.burst_tokens is None else self.settings.burst_tokens / heads
         if self._saved is None:
             return burst
@@ -153,6 +155,7 @@ class TenantAccounts:
         return account
 
     def add_in_flight(self, account: TenantAccount, now: float) -> None:
+        """Count a request. A tenant that was not active lately begins a new comparison: usage until now is forgiven."""
         if not account.in_flight:
             self._expire_recent(now)
             if account not in self._recent:
@@ -164,6 +167,7 @@ class TenantAccounts:
         self._idle.pop(account.name, None)
 
     def remove_in_flight(self, account: TenantAccount, now: float) -> None:
+        """A request has ended. Its tenant counts as active for `ACTIVE_S` more."""
         account.in_flight -= 1
         if not account.in_flight:
             self.active_weight -= account.settings.weight
@@ -197,6 +201,7 @@ class TenantAccounts:
         return not name or name in self._config.tenants
 
     def _drop_idle(self) -> None:
+        """Forget the longest idle of the tenants not in the admission file, over `MAX_ACCOUNTS`."""
         while self._idle and len(self._accounts) - len(self._config.tenants) - 1 > MAX_ACCOUNTS:
             name, account = self._idle.popitem(last=False)
             del self._accounts[name]

@@ -73,11 +73,11 @@ class WaitQueue:
     def __init__(
         self, config: AdmissionConfig, stage: StageView, queues: Mapping[str, ClassQueue] | None = None
     ) -> None:
+        """After a reload queues go on by their class's name; removed classes stay, last, while requests wait there."""
         old = queues or {}
         self.config = config
         self._stage = stage
         self._queues = {each.name: old.get(each.name) or ClassQueue() for each in config.classes}
-        # Behind them: classes of an earlier config, as long as requests wait there.
         self._queues |= {name: queue for name, queue in old.items() if name not in self._queues and queue.requests}
         for queue in self._queues.values():
             queue.update_weights()

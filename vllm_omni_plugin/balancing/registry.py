@@ -102,6 +102,7 @@ def _distribution(entry_point: EntryPoint) -> str:
 
 
 def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer]:
+    """Import a policy's class; refused if it has no `select`, or hooks under their former names."""
     # Third-party code may raise any exception.
     try:
         target = load()
@@ -122,6 +123,7 @@ def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer
 def _checked_factory(
     offender: str, policy: type[LoadBalancer], options: Mapping[str, Any]
 ) -> Callable[[], LoadBalancer]:
+    """Build the policy once, so that wrong options end the start instead of the first request."""
     _refuse_unknown(offender, policy, options)
     build = partial(policy, **options) if options else policy
     # Third-party code may raise any exception.

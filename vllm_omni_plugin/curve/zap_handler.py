@@ -68,6 +68,7 @@ class RefusalLog:
         self._logged_at: dict[tuple[str, str], float] = {}
 
     def record(self, where: str, why: str) -> None:
+        """Log a refused connection, once in `LOG_INTERVAL` for each place and reason."""
         now = self._clock()
         if self._logged_at.get((where, why), -math.inf) + LOG_INTERVAL <= now:
             self._logged_at[where, why] = now
@@ -122,6 +123,7 @@ class HandshakeMonitor:
 
 
 def _why_failed(event: int, value: int) -> str:
+    """Name the cause of a refused handshake: another secret, none, a scanner, or no answer in time."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         return _UNFINISHED
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -211,7 +213,7 @@ class ZapHandler:
         while not self._closed:
             for source, _ in poller.poll():
                 if source is self._zap:
-                    self._answer()
+                    self._admit_or_refuse()
                 elif source == self._wakeup:
                     os.eventfd_read(self._wakeup)
                     while self._new_monitors:
@@ -224,7 +226,8 @@ class ZapHandler:
         for reader in (self._zap, *monitors, *(monitor.reader for monitor in self._new_monitors)):
             reader.close(linger=0)
 
-    def _answer(self) -> None:
+    def _admit_or_refuse(self) -> None:
+        """Admit a connection if the credential is one of those of its socket, and no other."""
         version, request_id, domain, _, _, mechanism, *credentials = self._zap.recv_multipart()
         if mechanism == b"CURVE":
             credential = z85.encode(credentials[0])

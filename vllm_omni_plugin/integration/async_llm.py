@@ -27,6 +27,7 @@ def patch_async_llm() -> None:
 def _make_client(
     original: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any
 ) -> Any:
+    """With our options a head's client for the whole fleet, else vLLM's own; errors that show now end with usage."""
     options = options_of(vllm_config)
     if options is None:
         return original(vllm_config, executor_class, log_stats, *args, **kwargs)
@@ -47,6 +48,7 @@ def _init(original: Any, server: Any, *args: Any, **kwargs: Any) -> None:
 
 
 async def _check_health(original: Any, server: Any) -> None:
+    """As vLLM, and unhealthy while the head ends, is drained or has no replica of a needed stage."""
     await original(server)
     core = server.engine_core
     if not isinstance(core, FleetClient):

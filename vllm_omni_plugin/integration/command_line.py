@@ -99,6 +99,7 @@ def _api_servers(args: argparse.Namespace) -> int:
 
 
 def _enable_fleet(engine_args: Any, options: OmniConfig, headless: bool) -> None:
+    """Store our options in the engine arguments; a head also gets its client and its drain timeout."""
     from vllm_omni_plugin.integration.async_llm import patch_async_llm
     from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
     from vllm_omni_plugin.integration.options.additional_config import store_options

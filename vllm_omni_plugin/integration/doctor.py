@@ -89,6 +89,7 @@ def _run_checks(arguments: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def _check_node(arguments: Sequence[str]) -> Iterator[CheckResult]:
+    """Check flags, then the head, then, with vLLM imported, the whole command line."""
     from vllm_omni_plugin.integration.checks.start_checks import check_start
     from vllm_omni_plugin.integration.options.flag_rules import check
 

@@ -111,6 +111,7 @@ def patch_parser(parser_class: Any) -> None:
 
 
 def _parse_args(original: Any, parser: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    """With `--omni-pipeline` no model need be named: parse again with a placeholder."""
     try:
         return original(parser, args, namespace)
     except ValueError:

@@ -97,6 +97,7 @@ class FleetControl:
                 return config_changes(before, config)
 
     async def _manage(self, message: messages.ManageReplica) -> None:
+        """Drain, resume or remove a replica, for all heads; a remote one only if they can be told."""
         try:
             member = self._pools[message.stage_id].member(message.replica_id)
         except LookupError:

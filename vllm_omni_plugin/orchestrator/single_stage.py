@@ -29,6 +29,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
         self._dispatcher = dispatcher
 
     def submit(self, message: SubmitRequest) -> None:
+        """Begin a request, or add a chunk to its session; an earlier one with the same id is aborted."""
         request = message.request
         state = self.states.get(request.request_id)
         if state is not None:

@@ -143,6 +143,7 @@ class OrchestratorThread:
             await serving
 
     async def _wait_for_requests(self, timeout: float) -> float:
+        """Wait until nothing is in flight, without restarts; returns the seconds that are left."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout
         self._local_replicas.disable_restarts()

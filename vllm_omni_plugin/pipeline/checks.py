@@ -60,6 +60,7 @@ def _check_acyclic(stages: Sequence[Stage]) -> None:
 
 
 def _check_outputs(stages: Sequence[Stage]) -> None:
+    """Some stage must be final, and each stage must lead to a final one."""
     if not any(stage.final for stage in stages):
         raise PipelineError("no stage is final: set 'final: true' where output leaves the pipeline", ("stages",))
     inputs = {stage.name: stage.inputs for stage in stages}
@@ -71,6 +72,7 @@ def _check_outputs(stages: Sequence[Stage]) -> None:
 
 
 def _check_entry(stages: Sequence[Stage]) -> None:
+    """A vLLM stage must read the prompt."""
     if not any(stage.is_vllm and not stage.inputs for stage in stages):
         message = "no stage without inputs is a vLLM stage, which is needed to read the prompt"
         raise PipelineError(message, ("stages",))

@@ -108,6 +108,7 @@ def resolve_transform(name: str) -> Transform | None:
 
 
 def _imported(name: str) -> Any:
+    """Import a transform; any error in the user's module is one of the configuration."""
     module_name, _, path = name.partition(":")
     try:
         module = import_module(module_name)
@@ -144,6 +145,7 @@ def _from_shorthand(returned: Any) -> StageInput | None:
 
 
 def _fault(given: Any) -> str:
+    """What is wrong with a transform's result; empty if nothing is."""
     if given.text is not None and not isinstance(given.text, str):
         return f"returned {_type_of(given.text)} as text"
     if given.token_ids is not None and not _are_tokens(given.token_ids):

@@ -136,6 +136,7 @@ class NodeSupervisor:
             raise
 
     def _run(self) -> bool:
+        """Start, drain and kill nodes until all have ended after a signal; False if their command line was refused."""
         methods = {NodeAction.DRAIN: self.nodes.drain, NodeAction.KILL: self.nodes.kill}
         while True:
             ending, now = self.signals > 0, self.clock()
@@ -153,9 +154,10 @@ class NodeSupervisor:
             if ending and not any(group.node_set for group in self.groups):
                 return not self._refused
             for event in self.nodes.events(TICK_S):
-                self._handle(event)
+                self._node_changed(event)
 
-    def _handle(self, event: NodeEvent) -> None:
+    def _node_changed(self, event: NodeEvent) -> None:
+        """Note where a node runs or how it ended; exit code 2 before any has run for a minute ends them all."""
         now, number, end = self.clock(), event.number, event.end
         node_set, _, name = next(group for group in self.groups if number in group.node_set)
         if event.host is not None:

@@ -75,6 +75,7 @@ def parse(arguments: Sequence[str]) -> list[tuple[argparse.Namespace, list[str]]
 
 
 def _parse_stage(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split the words into our own and those for `vllm serve --headless`; refuse what does not fit together."""
     args, serve = parser.parse_known_args(arguments)
     # Users may separate the two parts with `--`, which some versions of argparse keep.
     serve = [word for word in serve if word != "--"]
@@ -134,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _wanted_nodes(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], int]:
+    """How many nodes there should be: fixed, or by the head's expected wait; the same number while it is unknown."""
     if args.max_replicas is None:
         return lambda now: int(args.replicas)
     autoscaler = Autoscaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)

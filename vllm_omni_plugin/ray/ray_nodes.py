@@ -127,6 +127,7 @@ class RayNodes:
         self._calls[getattr(actor, method).remote()] = (number, actor, method, give_up)
 
     def _read(self, call: Any, number: int, actor: Any, method: str, give_up: float) -> NodeEvent | None:
+        """What a node's actor says; one that is unreachable is asked again for `AWAY_S`, and then lost."""
         if number not in self._actors:
             return None
         try:

@@ -163,6 +163,7 @@ class PythonStageApi(StageApi):
             output.pooling_output = output.kv_transfer_params = None
 
     def _cost_of(self, request: StageRequest) -> int:
+        """What an input costs, by the stage's own method; by its size if that fails."""
         given = StageInput(request.token_ids, request.text, request.tensor, request.metadata, request.sampling)
         try:
             cost = int(self._cost(given))

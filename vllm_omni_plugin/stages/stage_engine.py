@@ -67,8 +67,8 @@ class StageEngine(SocketEngine):
         logger.warning("An invalid message was dropped: %s", error)
 
     def _fail(self, error: BaseException) -> None:
+        """End the process; heads are told first, so that they count it as a crash."""
         if not self.ended.done():
-            # Heads would see its connection break before its process has exited, and not know that it has crashed.
             for client_index in range(len(self._outputs)):
                 self._put(client_index, [stage_protocol.ENGINE_DEAD])
             if not isinstance(error, Exception):
@@ -97,6 +97,7 @@ class StageEngine(SocketEngine):
         self._loop.call_soon(self._compute_next)
 
     def _compute_next(self) -> None:
+        """Compute the next batch, unless one is computed, or the engine is paused or ends."""
         if self._batch or self._ending or self._pause_state.pause_mode is not None:
             return
         self._batch = self._queue.take(self._max_batch_size)

@@ -98,6 +98,7 @@ async def _serve(
 
 
 def _end_with_parent(connection: Connection) -> None:
+    """End with the parent: let the stage finish its call, then exit by force."""
     try:
         connection.recv_bytes()
     except (EOFError, OSError):

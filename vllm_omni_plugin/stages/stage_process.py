@@ -86,6 +86,7 @@ class StageProcess:
         weakref.finalize(self, os.close, self.sentinel)
 
     def _share_memory(self, until_spawned: ExitStack) -> None:
+        """Share memory with the process; if that is impossible, tensors go through sockets."""
         try:
             fd = new_shared_memory()
             until_spawned.callback(os.close, fd)

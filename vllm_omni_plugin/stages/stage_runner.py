@@ -47,6 +47,7 @@ class StageRunner:
             return self._failure(TypeError(f"its input is not a valid tensor: {error}"))
 
     def _compute(self, jobs: Sequence[StageJob]) -> list[StageResult]:
+        """The results of a batch; an error, or a wrong number of them, fails all of it."""
         if not jobs:
             return []
         try:
@@ -59,6 +60,7 @@ class StageRunner:
         return [self._result(item) for item in returned]
 
     def _result(self, returned: Any) -> StageResult:
+        """One result; an exception in its place fails this request only."""
         try:
             if isinstance(returned, Exception):
                 raise returned
@@ -68,6 +70,7 @@ class StageRunner:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> StageResult:
+        """A failed request: 400 for `StageInputError`, 500 for any other error."""
         status, reason = 400, text_of(error)
         if not isinstance(error, StageInputError):
             status, reason = 500, f"{type(self.stage).__name__}: {type(error).__name__}: {reason}"

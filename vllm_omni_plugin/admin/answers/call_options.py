@@ -81,6 +81,7 @@ def read_call_options(fields: Mapping[str, Any], pipeline: Pipeline) -> CallOpti
 
 
 def _modalities(given: Any, pipeline: Pipeline) -> tuple[Modality, ...]:
+    """What the client gets: what it asks for, or the default; refused if this route cannot return it."""
     if given is None:
         return pipeline.default_modalities
     names = _names(given, "modalities")
@@ -98,6 +99,7 @@ def _modalities(given: Any, pipeline: Pipeline) -> tuple[Modality, ...]:
 
 
 def _outputs(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -> frozenset[str]:
+    """The stages whose outputs come in `omni`: those named, and final ones that the route has no field for."""
     param = "omni.outputs"
     names = _names(given, param) if given is not None else ()
     running = {stage.name: stage for stage in pipeline.needed_for(modalities)}
@@ -110,6 +112,7 @@ def _outputs(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -
 
 
 def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -> dict[str, Mapping[str, Any]]:
+    """The sampling parameters given by stage; refused for stages that sample nothing or use the request's own."""
     param = "omni.sampling"
     sampling = {name: _mapping(value, f"{param}.{name}") for name, value in _mapping(given, param).items()}
     running = {stage.name: stage for stage in pipeline.needed_for(modalities)}

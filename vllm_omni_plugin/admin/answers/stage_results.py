@@ -127,6 +127,7 @@ class StageResults:
 
 
 def _audio_stage(pipeline: Pipeline) -> Stage:
+    """Of several final stages with audio, the last one is heard."""
     return [stage for stage in pipeline.order if stage.final and stage.output is Modality.AUDIO][-1]
 
 

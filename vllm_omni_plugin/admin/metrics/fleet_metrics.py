@@ -122,6 +122,7 @@ class FleetCollector(Collector):
 
 
 def _admission(admission: Admission) -> Iterator[tuple[str, Samples]]:
+    """Samples by class and tenant; tenants not in the admission file are summed up under one label."""
     by_class = admission.backlog_by_class()
     yield "requests_queued", [((name,), backlog.requests) for name, backlog in by_class.items()]
     waits = admission.expected_waits()

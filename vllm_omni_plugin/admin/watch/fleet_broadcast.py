@@ -118,6 +118,7 @@ class FleetBroadcast:
         changed.set()
 
     async def _produce(self) -> None:
+        """Make states while there are viewers, and samples until ten minutes after the last one has left."""
         turns = alone = 0
         failing = False
         try:

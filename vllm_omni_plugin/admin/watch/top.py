@@ -66,11 +66,11 @@ class Top:
                 events = list(map(_event_line, self._events))
                 yield _fitted(_headline(content), table(_rows(content)).splitlines(True), events, size())
             elif kind != "history":
-                self._add(content)
+                self._add_event(content)
         raise ServerUnavailableError("the head has ended the stream") if is_fleet else ValueError("no stream of events")
 
-    def _add(self, event: dict[str, Any]) -> None:
-        # Another process answers now, and sends its events from the first one on.
+    def _add_event(self, event: dict[str, Any]) -> None:
+        """Keep an event. The first one of a restarted head drops those of its former process."""
         if self._events and _log_of(event) != _log_of(self._events[-1]):
             self._events.clear()
         self._events.append(event)

@@ -42,6 +42,8 @@ class EventStreamResponse(StreamingResponse):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """End a stream whose viewer reads nothing: it is aborted after `SEND_TIMEOUT_S`."""
+
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(message)
@@ -57,6 +59,7 @@ class EventStreamResponse(StreamingResponse):
                     connection.transport.abort()
 
     async def stream_response(self, send: Send) -> None:
+        """Send chunks; 503 if `MAX_VIEWERS` streams are open already."""
         if self._broadcast.is_full:
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_VIEWERS} streams are open already.", headers)

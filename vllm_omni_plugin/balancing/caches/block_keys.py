@@ -75,7 +75,7 @@ def _continue_keys(known: list[int], prompt: Prompt, rest: Sequence[int], block_
 
 
 def _extra_keys(prompt: Prompt, begin: int, block_size: int) -> ExtraKeys:
-    # The order is that of vLLM's `generate_block_hash_extra_keys`.
+    """What besides tokens makes a block another one, in the order of vLLM's `generate_block_hash_extra_keys`."""
     extra: list[object] = [prompt.lora_name] if prompt.lora_name else []
     end = begin + block_size
     extra += [

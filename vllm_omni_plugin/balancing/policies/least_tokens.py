@@ -51,6 +51,7 @@ class LeastTokensBalancer(DecidingBalancer):
         self._rng = rng or random.Random()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """The replica whose queue is expected to be through first; unmeasured ones get the median rate."""
         require_replicas(replicas)
         prompt, lora_name = prompt_tokens(task), task.get("prompt", NO_PROMPT).lora_name
         adapter = adapter_key(lora_name) if lora_name else ""

@@ -230,6 +230,7 @@ class PrefixBalancer(DecidingBalancer):
         return self._rng.choices(range(len(costs)), weights)[0]
 
     def _fallback(self, task: Task, fleet: FleetBits, positions: Sequence[int]) -> str:
+        """Why the decision knows less than it could: no prompt, nothing cacheable, or engines that report no caches."""
         prompt = task.get("prompt")
         if prompt is None:
             return "no-prompt"

@@ -49,13 +49,14 @@ class RoundRobinBalancer(DecidingBalancer):
             return Decision(self._live[identity], "turn")
 
     def assigned(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        # Also if the replica was not chosen by this policy.
+        """The replica is next again after all others, also if this policy did not choose it."""
         with self._lock:
             identity = identity_of(replica)
             if identity in self._queue:
                 self._queue.move_to_end(identity)
 
     def _next(self, replicas: Sequence[ReplicaView]) -> _Identity:
+        """The serving replica whose last turn was longest ago."""
         require_replicas(replicas)
         snapshot = snapshot_of(replicas)
         if snapshot is not self._seen:
@@ -66,6 +67,7 @@ class RoundRobinBalancer(DecidingBalancer):
         return identity
 
     def _update_membership(self, snapshot: tuple[ReplicaView, ...]) -> None:
+        """Replicas that have joined come first, in their order; those that left lose their place only when reached."""
         identities: list[_Identity] = [identity_of(replica) for replica in snapshot]
         start = 0 if self._queue else self._start_index % len(identities)
         for identity in reversed(identities[start:] + identities[:start]):

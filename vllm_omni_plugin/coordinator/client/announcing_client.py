@@ -143,6 +143,7 @@ class OmniCoordClientForStage:
         self._link.send_rest(self._outbox)
 
     def _link_changed(self, problem: str) -> None:
+        """Announce the replica again after each connection, unless an event waits to be sent anyway."""
         if not problem:
             with self._lock:
                 # Frames in flight were lost with the previous connection.

@@ -112,10 +112,10 @@ class CoordinatorLink:
             raise
 
     def _reopen(self) -> None:
+        """Connect anew, with the next secret; if that is impossible now, keep the former socket and try again."""
         try:
             socket, monitor = self._connect()
         except (zmq.ZMQError, ConfigError) as error:
-            # No descriptor is free, for example. The former socket stays until there is another.
             self._reopen_at = time.monotonic() + sockets.RECONNECT_MAX_MS / 1000
             self._set_state(False, f"cannot connect to {self._address}: {error}")
             return
@@ -146,13 +146,14 @@ class CoordinatorLink:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._set_state(True, "")
         elif event & sockets.LINK_FAILURES:
-            self._failed(event, value)
+            self._try_next_secret(event, value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._set_state(False, f"the connection to the coordinator at {self._address} was lost")
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._set_state(False, f"no coordinator answers at {self._address}")
 
-    def _failed(self, event: int, value: int) -> None:
+    def _try_next_secret(self, event: int, value: int) -> None:
+        """A refused handshake: try the next secret at once; after all of them pause, and report why."""
         self._failures += 1
         tried_all = self._failures % (self._secrets.count if self._secrets else 1) == 0
         self._reopen_at = time.monotonic() + (sockets.RECONNECT_MAX_MS / 1000 if tried_all else 0.0)

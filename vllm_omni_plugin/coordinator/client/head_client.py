@@ -48,19 +48,19 @@ class HeadSession:
     def beat(self) -> None:
         """Send a heartbeat, or request a session where there is none."""
         if self._is_open:
-            self._add(wire.Beat())
+            self._queue(wire.Beat())
         else:
             self._send_hello()
 
     def report(self, work: Sequence[wire.ReplicaWork], full: bool) -> None:
         for start in range(0, len(work) or 1, wire.ROWS_PER_FRAME):
             if self._is_open:
-                self._add(wire.WorkReport(full and start == 0, list(work[start : start + wire.ROWS_PER_FRAME])))
+                self._queue(wire.WorkReport(full and start == 0, list(work[start : start + wire.ROWS_PER_FRAME])))
 
     def send(self, message: wire.CallMessageFromHead) -> bool:
         """Send a message. Returns False, and sends none, without a session."""
         if self._is_open:
-            self._add(message)
+            self._queue(message)
         return self._is_open
 
     def leave(self) -> None:
@@ -82,13 +82,14 @@ class HeadSession:
             # The content is lost. The next beat requests a new session and with it a full resync.
             self._is_open = False
             return [error]
-        outputs = [output for message in messages for output in self._handle(message)]
+        outputs = [output for message in messages for output in self._of_this_session(message)]
         if self._is_open:
             # Frames without a session, such as refusals, do not count: other heads' work is unknown without one.
             self._last_frame_at = now
         return outputs
 
-    def _handle(self, message: wire.ToHead) -> Iterator[SessionOutput]:
+    def _of_this_session(self, message: wire.ToHead) -> Iterator[SessionOutput]:
+        """Messages of a former session, and this head's own work, are ignored."""
         match message:
             case wire.Welcome():
                 self._is_open = True
@@ -96,7 +97,6 @@ class HeadSession:
             case wire.SessionRefused():
                 yield message
             case _ if not self._is_open:
-                # It belongs to a previous session.
                 return
             case wire.HeadWork() if message.head_id == self._head_id:
                 return
@@ -109,7 +109,8 @@ class HeadSession:
             wire.encode_from_head(wire.Hello(self._head_id, self._number, wire.SESSION_PROTOCOL, self._generation))
         )
 
-    def _add(self, message: wire.FromHead) -> None:
+    def _queue(self, message: wire.FromHead) -> None:
+        """Queue a message; a full queue is dropped for a new session."""
         frame = wire.encode_from_head(message)
         if len(self.frames) < HEAD_QUEUE_FRAMES:
             self.frames.append(frame)
@@ -222,6 +223,7 @@ class OmniCoordClientForHead:
             self._handle(outputs)
 
     def _link_changed(self, problem: str) -> None:
+        """A new connection opens a new session; a lost one ends it."""
         with self._lock:
             if problem:
                 self._session.disconnected()

@@ -22,6 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
+    """Serve until standard input ends. Exit status: 0 if told to end, `EXIT_REFUSED` if its arguments are wrong."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     _allow_many_connections()

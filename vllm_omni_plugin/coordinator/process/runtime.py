@@ -129,6 +129,7 @@ class OmniCoordinatorRuntime:
             self._wait_for_end(child)
 
     async def _watch(self, child: CoordinatorProcess) -> str:
+        """Wait until the process ends, or is silent for too long and is to be killed; returns why."""
         try:
             while child.is_alive(self._answer_timeout):
                 pass

@@ -112,7 +112,7 @@ def calls_between(told: StageState, wanted: StageState, is_resting: bool) -> lis
 
 
 def _add_lora(state: StageState, adapter: Adapter) -> StageState:
-    # An engine that already has it need not load it again.
+    """An engine that already has the adapter need not load it again."""
     adapter = replace(adapter, load_inplace=False)
     others = tuple(each for each in state.adapters if each.lora_int_id != adapter.lora_int_id)
     return replace(state, adapters=(*others, adapter))
@@ -146,6 +146,7 @@ def _pause(change: Callable[..., None]) -> Callable[..., StageState]:
 
 
 def _with_new_weights(state: StageState, args: Sequence[Any], weights: str, all_fresh: bool) -> StageState:
+    """Which weights count after a call, and whether a fresh engine, with those of the files, can have them."""
     method = args[0]
     are_files, is_updating, reads_other_files = False, state.is_updating, state.reads_other_files
     is_complete = method == "finish_weight_update" and is_updating

@@ -168,6 +168,7 @@ class OmniCoordinator:
             self._wakeup.set()
 
     def _apply(self, event: ReplicaEvent, *, authoritative: bool) -> bool:
+        """Take a replica's event over if it is newer; a former process in its host slot is ended with it."""
         now = self._clock()
         change = self._table.apply(event, now, authoritative=authoritative)
         if change is not None:
@@ -233,6 +234,7 @@ class OmniCoordinator:
                 self._handle_frame(peer, frame, is_single)
 
     def _handle_frame(self, peer: bytes, frame: zmq.Frame, is_single: bool) -> None:
+        """Apply the frame of a replica or head; invalid, outdated and too many ones are counted and dropped."""
         if not is_single:
             self._drops.record(DropReason.MULTIPART, peer_of(frame), "more than one frame")
             return
@@ -255,6 +257,7 @@ class OmniCoordinator:
         return self._head_frames.receive(peer, frame, now)
 
     def _head_info(self, query: HeadQuery) -> HeadInfo:
+        """What a starting node learns. It gets its numbers of before only after the settle time."""
         fingerprint = dict(self._fingerprints.get(query.stage_id, {}))
         # Before, a running replica that has not registered again may have any number.
         numbers = self._numbers.for_host_slots(query.host_slots) if self._clock() >= self._settled_at else ()
@@ -273,6 +276,7 @@ class OmniCoordinator:
                     self._schedule.request(self._clock())
 
     def _count_topic(self, subscription: zmq.Frame) -> None:
+        """Cut the connection of a subscriber with more than `MAX_TOPICS_PER_PEER` topics."""
         if len(subscription.bytes) == 1:
             return
         connection, user_id = int(subscription.get(zmq.SRCFD)), str(subscription.get("User-Id"))
@@ -287,6 +291,7 @@ class OmniCoordinator:
             cut_connection(connection)
 
     def _tick(self, wake_at: float) -> None:
+        """End what is silent, add the time that this thread was late itself, and publish lists that are due."""
         with self._lock:
             now = self._ticked_at = self._clock()
             late_by = now - wake_at

@@ -122,7 +122,7 @@ class ConnectedHeads:
             case wire.WorkReport():
                 head.report(message)
             case wire.Bye():
-                return self._remove(head)
+                return self._head_left(head)
             case _:
                 synced = [other.head_id for other in self._heads_of(head.generation) if other.synced]
                 return self._encode(self._calls[head.generation].handle(head.head_id, message, synced))
@@ -134,7 +134,7 @@ class ConnectedHeads:
             self._by_peer[peer].synced = False
 
     def connection_lost(self, peer: bytes) -> list[OutgoingFrame]:
-        return self._remove(self._by_peer[peer]) if peer in self._by_peer else []
+        return self._head_left(self._by_peer[peer]) if peer in self._by_peer else []
 
     def broadcast(self, messages: Iterable[Raw], generation: str | None = None) -> list[OutgoingFrame]:
         """Frames for all heads, or for those of a generation."""
@@ -164,7 +164,7 @@ class ConnectedHeads:
         for head in self._heads.values():
             head.last_message_at = min(now, head.last_message_at + late_by)
         silent = [head for head in self._heads.values() if head.last_message_at + HEAD_TIMEOUT <= now]
-        return [frame for head in silent for frame in self._remove(head)]
+        return [frame for head in silent for frame in self._head_left(head)]
 
     def next_deadline(self) -> float | None:
         """Return the next time at which `tick` or `expire` has something to do; None without heads."""
@@ -186,6 +186,7 @@ class ConnectedHeads:
         return peer, frame
 
     def _open(self, peer: bytes, hello: wire.Hello, now: float) -> list[OutgoingFrame] | None:
+        """Give a head a session; older ones of it are ignored, and heads over `MAX_HEADS` or too new refused."""
         if not is_compatible(hello.protocol, wire.SESSION_PROTOCOL, wire.OLDEST_SESSION_PROTOCOL):
             raise WireError(
                 f"head {hello.head_id} speaks version {hello.protocol} and the coordinator version "
@@ -211,6 +212,7 @@ class ConnectedHeads:
         return []
 
     def _resync(self, head: ConnectedHead, now: float) -> list[OutgoingFrame]:
+        """Send a head everything anew: the list, other heads' work, and what operators have decided."""
         calls = self._calls[head.generation]
         frames = self._encode(calls.head_resynced(head.head_id))
         head.synced, head.synced_at = True, now
@@ -236,7 +238,8 @@ class ConnectedHeads:
             for frame in wire.frames_to_head([wire.encode_to_head(message)])
         ]
 
-    def _remove(self, head: ConnectedHead) -> list[OutgoingFrame]:
+    def _head_left(self, head: ConnectedHead) -> list[OutgoingFrame]:
+        """Forget a head; with the last one of its generation also what operators have decided there."""
         del self._heads[head.head_id]
         del self._by_peer[head.peer]
         frames = self.broadcast([wire.encode_to_head(wire.HeadLeft(head.head_id))], head.generation)

@@ -157,6 +157,7 @@ class MembershipTable:
         return min(deadlines, default=None)
 
     def _admit(self, event: ReplicaEvent, now: float) -> Change:
+        """Take a replica in; in a full table the one gone longest makes room, and without one it is refused."""
         if len(self) >= self._max_replicas:
             displaced = _first(self._gone)
             if displaced is None:
@@ -191,6 +192,7 @@ def _first(bucket: dict[ReplicaKey, Member]) -> Member | None:
 
 
 def _supersedes(new: ReplicaEvent, old: ReplicaEvent) -> bool:
+    """Whether an event is newer: of a later process, or a later one of the same."""
     if new.incarnation == old.incarnation and new.sequence == old.sequence == 0:
         return True
     return (new.incarnation, new.sequence) > (old.incarnation, old.sequence)

@@ -44,6 +44,7 @@ class RelayedCalls:
         return [message for caller, call_id in waiting for message in self._done(caller, call_id, head_id)]
 
     def _pass_on(self, head_id: str, call: wire.FleetCall, heads: Sequence[str]) -> OutgoingMessages:
+        """Pass a call to the other heads; refused if it is based on another version of the document than the latest."""
         wire.require_flat(call.arguments)
         if len(self._waiting) >= MAX_OPEN_CALLS:
             reason = f"{MAX_OPEN_CALLS} calls are under way. Please try again later."

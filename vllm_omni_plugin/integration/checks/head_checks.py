@@ -44,6 +44,7 @@ def require_same_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapp
 
 
 def _refuse_errors(results: Iterator[CheckResult]) -> None:
+    """A node does not start after an error; warnings are logged."""
     for result in results:
         if result.level is Level.ERROR:
             raise RefusedByHeadError(result.text)
@@ -56,6 +57,7 @@ def _log(result: CheckResult) -> None:
 
 
 def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
+    """Compare what needs no model: an answer, the secret, the clock, the stage. Only secret and stage are errors."""
     if answer.refused:
         yield CheckResult(
             Level.ERROR,
@@ -78,6 +80,7 @@ def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
 
 
 def check_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Compare models: other weights of the same kind (another generation) are a warning, another model an error."""
     if answer.info is None:
         return
     if not answer.info.stages:

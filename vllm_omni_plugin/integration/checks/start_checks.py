@@ -55,6 +55,7 @@ def check_node_files(replicas: int) -> CheckResult:
 
 
 def check_head_files(replicas: int) -> CheckResult:
+    """An error if the limit does not do for the replicas, a warning if it leaves clients few connections."""
     try:
         left = files_beside_own(replicas)
     except ConfigError as error:
@@ -91,6 +92,7 @@ def check_socket_folder() -> CheckResult:
 
 
 def check_shared_memory(workers: int) -> CheckResult:
+    """A warning if /dev/shm has too little for these workers."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -107,6 +109,7 @@ def check_shared_memory(workers: int) -> CheckResult:
 
 
 def _ports(options: OmniConfig, replicas: int) -> Iterator[CheckResult]:
+    """Bind as many of `--omni-replica-ports` as replicas need, and give them back."""
     if options.replica_ports is None:
         return
     try:

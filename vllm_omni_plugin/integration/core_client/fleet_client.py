@@ -144,6 +144,7 @@ class FleetClient(UtilityCallClient):
             self._next_yield = self._clock() + _YIELD_EVERY_S
 
     async def add_request_async(self, request: Any) -> None:
+        """Submit a request or a session's next part; new ones are refused while the head ends, or as admission said."""
         call = None
         if self.stages.pipeline is not None:
             # Only the pipeline sets the parameters of KV transfers.

@@ -112,16 +112,17 @@ class FleetEventHandler:
         self._abort([request_id, *forget_request(self._output_processor, request_id)])
 
     def _fail(self, failure: messages.RequestFailed) -> None:
+        """End a failed request; if nothing was sent yet, the middleware sends its error as the status."""
         response = self.responses.get(failure.request_id)
         if response is None or not response.refuse(failure.error):
             # The request itself too: a chunk that its client sent before this error has begun it anew.
             self._abort([failure.request_id, *fail_request(self._output_processor, failure)])
             return
-        # Nothing of the response has been sent, so the middleware sends the error instead.
         for request_id in response.request_ids:
             self.forget(request_id)
 
     def _abort_for_operator(self, item: AbortedElsewhere) -> None:
+        """Abort the given requests, or all if none is given, and say that it is done."""
         processor = self._output_processor
         if item.request_ids:
             aborted = processor.abort_requests(item.request_ids, internal=False)

@@ -52,6 +52,7 @@ class GracefulShutdown:
             await self._ending_event.wait()
 
     def refuse(self, request_id: str, call: PipelineCall | None) -> None:
+        """End a request that came after the shutdown had begun."""
         self._abort([request_id], started=False)
         if call is not None:
             call.put(PipelineCallEnded(NoReplicaError(SHUTTING_DOWN)))

@@ -58,6 +58,7 @@ class StatLabels:
             )
 
     def add(self, index: int) -> None:
+        """Label a replica that has joined; after one that left last, its label goes only now."""
         kept, self._kept = self._kept, None
         if index not in self._known:
             self._add(index)

@@ -256,6 +256,7 @@ def _with_secret(options: OmniConfig) -> OmniConfig:
 
 
 def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> StagePool:
+    """A stage's pool: requests wait at the head only with admission control and a vLLM engine."""
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
     binds_late = bool(getattr(balancer, "binds_late", False))
     # Late binding alone gains too little; but admission control can only order

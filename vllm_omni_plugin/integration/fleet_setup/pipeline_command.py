@@ -50,6 +50,7 @@ def pipeline_of(options: OmniConfig) -> Pipeline | None:
 
 
 def local_engines(options: OmniConfig, headless: bool) -> int:
+    """How many engines this command starts itself: all stages' replicas, or those of the flag."""
     pipeline = None if headless else pipeline_of(options)
     if pipeline is None or options.join:
         return options.dp_size_local

@@ -225,6 +225,7 @@ def _require_same_caches(options: OmniConfig, pipeline: Pipeline, plans: Sequenc
 
 
 def _set_default_sampling(command: LoadedPipeline, configs: Mapping[int, Any]) -> None:
+    """Requests without sampling parameters get the defaults of the stage that the client samples."""
     pipeline = command.pipeline
     stage = pipeline.sampled_by_client(pipeline.default_modalities)
     if stage is not None and stage.output in _SAMPLED:
@@ -268,6 +269,7 @@ class FleetStages:
 
     @classmethod
     def of(cls, plans: Sequence[StagePlan]) -> Self:
+        """Whether there is a pipeline, and whether its answer needs another tokenizer than the prompt."""
         configs = [plan.vllm_config for plan in plans]
         numbers = tuple(own_numbers(plans))
         stages = tuple(plan.stage for plan in plans if plan.stage is not None)

@@ -97,6 +97,7 @@ def _load_endpoint_plugins(original: Any, *args: Any, **kwargs: Any) -> list[Any
 
 
 def _serve_http(original: Any, app: FastAPI, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to serve if vLLM did not load our routes and middleware."""
     attached = {middleware.cls for middleware in app.user_middleware}
     if not attached.issuperset(_MIDDLEWARE) or not hasattr(app.state, "omni_fleet"):
         raise OmniError(
@@ -225,6 +226,7 @@ def _count_refusal(fleet: FleetClient, refusal: RequestRefusedError) -> None:
 
 
 def _why_closed(fleet: FleetClient) -> str:
+    """Why new requests are refused; empty if they are not."""
     if fleet.graceful_shutdown.ending:
         return SHUTTING_DOWN
     return DRAINING if fleet.head_drain.active else ""
@@ -258,6 +260,7 @@ def patch_adapter_registry() -> None:
 
 
 async def _init_static_loras(original: Any, models: Any) -> None:
+    """Load the adapters of the command line that no other head has loaded yet."""
     fleet = _fleet_of(models)
     if fleet is None:
         await original(models)
@@ -271,6 +274,7 @@ async def _init_static_loras(original: Any, models: Any) -> None:
 
 
 async def _unload_adapter(original: Any, models: Any, request: Any) -> Any:
+    """Unload an adapter in the whole fleet; if other heads cannot be told, this head keeps it."""
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
     # It may be loading, for which vLLM waits, too.
@@ -282,7 +286,6 @@ async def _unload_adapter(original: Any, models: Any, request: Any) -> Any:
         try:
             await fleet.forget_lora_async(unloaded.lora_int_id)
         except Exception:
-            # The other servers still have the adapter, so this server keeps it, and the call can be repeated.
             models.lora_requests.setdefault(request.lora_name, unloaded)
             raise
     return answer

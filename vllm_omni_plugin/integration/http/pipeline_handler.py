@@ -182,6 +182,7 @@ class PipelineHandler:
         )
 
     def _read(self, request: Any) -> CallOptions:
+        """Read the client's options; 400 for audio of completions, of several answers, or as wav in a stream."""
         options = read_call_options(request.model_extra or {}, self.pipeline)
         if options.audio and not self.chat:
             where = "/v1/chat/completions or /v1/audio/speech"
@@ -202,6 +203,7 @@ class PipelineHandler:
         running: ActivePipelineCall,
         answer: AsyncGenerator[Any, None],
     ) -> Any:
+        """Wait for all outputs, and put audio and `omni` into vLLM's response; no text if none was asked for."""
         samples, transcript = bytearray(), ""
         response: Any = None
         async with aclosing(running.run(answer)) as items:

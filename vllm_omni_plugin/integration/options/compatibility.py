@@ -108,6 +108,7 @@ def _refuse_with_machines(args: argparse.Namespace) -> None:
 
 
 def _refuse_behind_rust(args: argparse.Namespace) -> None:
+    """Refuse what vLLM's Rust front end cannot do here, and a program that is not there."""
     if not RUST_FRONT_END.applies:
         raise ConfigError(
             "VLLM_USE_RUST_FRONTEND: with --omni-* flags it needs vLLM 0.33 or newer, and this is "

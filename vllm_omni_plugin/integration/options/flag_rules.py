@@ -124,6 +124,7 @@ def _check_join(options: OmniConfig, given: Collection[str]) -> None:
 
 
 def _check_master(options: OmniConfig, headless: bool) -> None:
+    """A fleet needs address and port, a node both, and somewhere there must be a replica."""
     address, port = ("--omni-master-address", options.master_address), ("--omni-master-port", options.master_port)
     for (flag, value), (other, missing) in ((address, port), (port, address)):
         if value is not None and missing is None:

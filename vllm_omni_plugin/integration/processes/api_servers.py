@@ -94,6 +94,7 @@ class ApiServerSupervisor:
             process.kill()
 
     async def _keep(self, index: int) -> None:
+        """Restart an API server whenever it ends; one that never served ends the whole command."""
         try:
             await keep_running(
                 partial(self._api_server, index), Backoff(), time.monotonic, partial(self._wait_to_restart, index)

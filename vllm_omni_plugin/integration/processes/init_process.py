@@ -34,7 +34,7 @@ def continue_in_child() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def main() -> None:
+def pass_signals_on() -> None:
     """Pass signals on to the child whose id is the first argument, and wait for all children until it has ended."""
     child = int(sys.argv[1])
     while True:
@@ -58,4 +58,4 @@ def _wait_for_ended(child: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    pass_signals_on()

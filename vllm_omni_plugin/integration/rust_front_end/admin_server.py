@@ -193,6 +193,7 @@ class AdminServer:
         return PlainTextResponse(f"{reason}\n", HTTPStatus.SERVICE_UNAVAILABLE) if reason else Response()
 
     def _why_closed(self) -> str:
+        """Why `/health` is 503: ending, drained, no replica, or vllm-rs not ready; else empty."""
         if self._is_ending():
             return SHUTTING_DOWN
         if self._drain.active:

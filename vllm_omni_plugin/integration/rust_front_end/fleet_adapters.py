@@ -49,6 +49,7 @@ class FleetAdapters:
         self.refresh()
 
     def refresh(self, applied: "Future[None] | None" = None) -> None:
+        """Compare with the fleet: which adapters the front end lacks, and which it has that are gone."""
         self.in_fleet = self._calls.shared_adapters()
         known = {*self._names.values(), *self._changing}
         self.missing = tuple(adapter for name, adapter in self.in_fleet.items() if name not in known)

@@ -150,6 +150,7 @@ class FrontEndLink(FrontEnd):
         return 0
 
     def give(self, item: Any) -> None:
+        """Send outputs, statistics and events to the front end; an unreadable output fails its request only."""
         if isinstance(item, EngineCoreOutputs):
             if item.scheduler_stats is not None:
                 self._reports.append((item.engine_index, item.scheduler_stats))
@@ -213,6 +214,7 @@ class FrontEndLink(FrontEnd):
         self._reader.resume()
 
     def _disconnect(self) -> None:
+        """Give up the connection and abort what its front end asked for, since nobody reads the answers."""
         if self._reader is not None:
             self._reader.pause()
             self._reader = None
@@ -228,6 +230,7 @@ class FrontEndLink(FrontEnd):
         self._handle(message)
 
     def _receive(self, frames: list[Any]) -> None:
+        """Submit, abort or call; a message that cannot be read is dropped, a request that fails is answered."""
         try:
             kind, payload = self._codec.decode(frames)
         except WireError as error:
@@ -235,7 +238,7 @@ class FrontEndLink(FrontEnd):
             return
         if kind == "add":
             try:
-                self._add(payload)
+                self._submit_request(payload)
             except Exception as error:
                 if not isinstance(error, OmniError):
                     logger.exception("Request %s cannot be served.", payload.request_id)
@@ -250,7 +253,8 @@ class FrontEndLink(FrontEnd):
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
 
-    def _add(self, request: Any) -> None:
+    def _submit_request(self, request: Any) -> None:
+        """Submit a request, refused while the head ends or drains; transfers and watermarks are dropped."""
         assert self._rules is not None
         refusal = self._rules.why_closed()
         if refusal:
@@ -265,8 +269,7 @@ class FrontEndLink(FrontEnd):
         if request.lora_request is not None:
             self.adapters.use_in(request)
         terms = None if self._rules.read_terms is None else self._rules.read_terms(request)
-        assert self._handle is not None
-        self._handle(SubmitRequest(request, time.monotonic(), terms=terms))
+        self._submit(SubmitRequest(request, time.monotonic(), terms=terms))
 
     async def _answer(self, calls: FrontEndCalls, call_id: int, method: str, args: Sequence[Any]) -> None:
         """Make a call of the front end that has these. The next one gives its calls the same numbers."""
@@ -308,10 +311,10 @@ class FrontEndLink(FrontEnd):
                 self.adapters.refresh(item.applied)
 
     def _fail(self, request_id: str, error: Exception) -> None:
+        """Answer with the error: 400 for invalid ones, 503 for what may be repeated, else 500."""
         if isinstance(error, _INVALID):
             self._send(self._codec.encode_invalid(request_id, str(error)))
         else:
-            # The front end shows its client the message of what may be repeated only.
             retryable = isinstance(error, _UNAVAILABLE) and not isinstance(error, QueryOfDeathError)
             self._send(self._codec.encode_refusal(request_id, str(error), retryable=retryable))
 
@@ -327,6 +330,7 @@ class FrontEndLink(FrontEnd):
             self._send(self._codec.encode_aborted(aborted))
 
     def _send(self, frames: Frames) -> None:
+        """Send an output; what the socket does not take waits, in order, until it does."""
         if not self._sockets:
             return
         if not self._unsent:

@@ -188,11 +188,11 @@ class RustFrontEnd:
         call_on(self._loop, self._follow_adapters, applied)
 
     def _follow_adapters(self, applied: "Future[None] | None") -> None:
+        """Tell the serving process of changed adapters; one that starts later loads them first."""
         self._adapters_changed.set()
         if applied is not None and self._following is not None:
             self._following.append(applied)
         elif applied is not None:
-            # The next one loads them before it serves.
             complete(applied)
 
     def _end_stopped(self) -> None:
@@ -204,6 +204,7 @@ class RustFrontEnd:
 
     @asynccontextmanager
     async def _serve(self, ready_response: bytes) -> AsyncIterator[Awaitable[str]]:
+        """Serve with the standby, if it is ready, else with a new process; start the next standby."""
         process, self._standby = self._standby, None
         if process is not None and not self._is_ready(process):
             await process.end()
@@ -247,6 +248,7 @@ class RustFrontEnd:
             logger.error("There is no standby of %s: %s", _NAME, error)
 
     def _is_ready(self, standby: _Process) -> bool:
+        """Whether a standby lives and has the adapters of now; if not, it is replaced."""
         return not standby.ended.done() and standby.adapters == self._adapters()
 
     def _adapters(self) -> list[LoRAModulePath]:
@@ -289,6 +291,7 @@ class RustFrontEnd:
         return started
 
     async def _until_unwell(self, process: _Process) -> str:
+        """Watch the serving process; returns why it is replaced: ended, silent, or it says that its engine is dead."""
         while True:
             changed = asyncio.ensure_future(self._adapters_changed.wait())
             await asyncio.wait(

@@ -140,6 +140,7 @@ class Server:
             gc.unfreeze()
 
     async def _run(self) -> None:
+        """Start engines and front end side by side; connections are accepted once both are ready."""
         stages = self._fleet.stages
         refuse_unsupported_stages(stages)
         calls = UtilityCallClient(self._fleet.orchestrator, stages, self._fleet.worker_ranks)
@@ -214,6 +215,7 @@ class Server:
         self._admin.statistics.joined(index)
 
     def on_signal(self, signum: int) -> None:
+        """The first signal lets requests finish, for the drain timeout; a second one ends all at once."""
         if self._ending:
             logger.info("Second signal (%s): ending at once.", signal.Signals(signum).name)
             self._hurries = True

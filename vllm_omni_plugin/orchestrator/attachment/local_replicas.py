@@ -132,6 +132,7 @@ class LocalReplicas:
                 raise error
 
     async def _serve(self, member: PoolMember, first_starts: FirstStarts, engine: Engine) -> None:
+        """Put an engine into service, brought up to date; one that hung aborts its former requests first."""
         sleeps = False
         if not engine.client.is_interrupted:
             member.told = NOTHING_TOLD
@@ -175,6 +176,7 @@ class LocalReplicas:
         self._orchestrator.events.record(EventKind.RESTART, f"in {seconds:.0f} s: {reason}", member)
 
     def _withdraw(self, member: PoolMember, engine: Engine, reason: str, hangs: bool) -> None:
+        """Take an engine out of service; a hung one is kept, and may answer again."""
         if member.client is not None:
             self._orchestrator.replica_lost(member, reason, ReplicaStatus.ERROR if hangs else ReplicaStatus.DOWN)
         if hangs:

@@ -109,7 +109,7 @@ class RemoteReplicaKeeper:
         self._update_cordons()
 
     def _on_lost(self, reason: str) -> None:
-        # Ignored before the replica serves, and if this head ends the attachment itself.
+        """Ignored before the replica serves, and if this head ends the attachment itself."""
         if self.attached is not None:
             self._orchestrator.replica_lost(self.member, reason)
         if self.unlisted:
@@ -155,6 +155,7 @@ class RemoteReplicaKeeper:
             replica.close()
 
     def _serve(self, replica: RemoteReplica) -> None:
+        """Put an attached replica into service; cordoned if it sleeps though no call has asked for that."""
         member = self.member
         if not self.joined:
             self.joined = True
@@ -174,6 +175,7 @@ class RemoteReplicaKeeper:
         self._orchestrator.events.record(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)
 
     def _update_cordons(self) -> None:
+        """Cordon a replica that is late, or that drains according to its server, or before that to the list."""
         # That the coordinator does not hear from a replica whose lease lasts, says nothing about the replica.
         drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
         self._set_cordon(LATE_CORDON, self._late)
@@ -189,6 +191,7 @@ class RemoteReplicaKeeper:
             self._pool.when_idle(self.member).add_done_callback(self._detach_if_drained)
 
     def _detach_if_drained(self, idle: "asyncio.Future[None]") -> None:
+        """Leave a draining replica once this head has nothing in flight there."""
         member, client = self.member, self.member.client
         if idle.cancelled() or client is None or member.in_flight or DRAIN_CORDON not in member.cordons:
             return
@@ -236,6 +239,7 @@ class RemoteReplicaKeeper:
         return self.member.status is ReplicaStatus.ERROR and exchange is not None and exchange.heads > 1
 
     def _report(self, text: str, level: int) -> None:
+        """Record why attaching failed; the same reason again is only a debug line."""
         repeated, self._last_failure = text == self._last_failure, text
         if repeated:
             logger.debug("Replica %s still cannot be attached to: %s", self.member.name, text)

@@ -65,7 +65,7 @@ class RemoteReplicas:
         if keeper is not None:
             keeper.update(info, message.accepts)
         elif info.stage_id < self._orchestrator.num_stages:
-            self._add(key, message)
+            self._begin_to_attach(key, message)
         else:
             self._dismissed[key] = info.incarnation
             task = asyncio.get_running_loop().create_task(self._refuse(info), name="omni-refuse")
@@ -120,7 +120,8 @@ class RemoteReplicas:
                 self._dismissed.pop(ReplicaKey.of(info), None)
             self._orchestrator.events.record(EventKind.REFUSE, str(error), stage=info.stage_id, level=logging.ERROR)
 
-    def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
+    def _begin_to_attach(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
+        """Begin to attach to a listed replica, under the coordinator's id if it is free; cordon a drained one."""
         info = message.info
         # All heads use the coordinator's id, unless a replica of this head has the same id.
         member = self._orchestrator.stage_pools[info.stage_id].add(info.replica_id if info.replica_id >= 0 else None)

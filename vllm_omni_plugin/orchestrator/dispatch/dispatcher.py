@@ -335,6 +335,7 @@ class Dispatcher:
         return request if run.move is Move.RESTART else self._api.continuation(request, run.move, run.produced)
 
     def _send(self, member: PoolMember, run: StageRun, request: Any) -> None:
+        """Send a request; one too large fails, and a failed send is a loss in the loop's next turn."""
         assert member.client is not None
         try:
             member.client.add_request(request, run.engine_request_id)
@@ -343,7 +344,6 @@ class Dispatcher:
         except MessageTooLargeError as error:
             self.finisher.fail(run, error)
         except ReplicaError:
-            # The client reports the loss in the loop's next turn, and with it every run charged to the replica.
             return
         except Exception as error:
             self.finisher.fail_unexpectedly(run, OmniError(f"The request could not be encoded for the engine: {error}"))

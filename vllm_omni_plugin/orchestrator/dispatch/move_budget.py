@@ -18,6 +18,7 @@ class MoveBudget:
 
     @property
     def has_one(self) -> bool:
+        """Whether a request may move now; moves are refilled at `MOVES_PER_S`, up to `MOVES_AT_ONCE`."""
         now = self._clock()
         self._moves = min(MOVES_AT_ONCE, self._moves + (now - self._counted_at) * MOVES_PER_S)
         self._counted_at = now

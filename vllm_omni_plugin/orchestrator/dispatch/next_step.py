@@ -131,6 +131,7 @@ def _is_behind(waiting: WaitingRuns, stage: StageSituation, run: StageRun, membe
 
 
 def _next_queued(waiting: WaitingRuns, stage: StageSituation, member: PoolMember) -> Step | None:
+    """The next queued run for a replica with room: its own first; if idle, one of which another has cached part."""
     serves = member.status is ReplicaStatus.UP
     for _, run in waiting.queued_for(member):
         wants = waiting.place(run).wants

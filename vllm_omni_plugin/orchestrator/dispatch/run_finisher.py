@@ -156,6 +156,7 @@ class RunFinisher:
         self.fail(run, error if isinstance(error, OmniError) else OmniError(f"The request failed: {error!r}"))
 
     def _accept_output(self, member: PoolMember, run: StageRun, output: Any) -> bool:
+        """Count an output; False if the client does not get it: tried elsewhere, or a repetition."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
         if cut_short and self._retries_elsewhere(member, run, output):
@@ -186,9 +187,9 @@ class RunFinisher:
         return may_move and self._runs.refused(run, member)
 
     def _note_first_output(self, member: PoolMember, run: StageRun, output: Any) -> None:
+        """A first output ends a pause, and tells how much of the prompt was cached."""
         refusals = self._pool.refusals
         if refusals.tried:
-            # The pause is over.
             refusals.accepted(self._clock())
             self._head.wake_at(refusals.next_try_at)
         cached_tokens = self._api.cached_tokens(output)

@@ -104,6 +104,7 @@ class Suspects:
         return not left
 
     def _apart_until(self, run: StageRun) -> float:
+        """How many tokens clear a run of its crashes: never after two replicas, none in a stage of one after one."""
         losses = run.unexplained_crashes
         if len({loss.replica for loss in losses}) > 1:
             return inf

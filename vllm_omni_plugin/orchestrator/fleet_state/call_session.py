@@ -149,6 +149,7 @@ class CallSession:
             self._sent.pop(sent.call_id, None)
 
     def _refused(self, message: wire.CallRefused) -> None:
+        """Another call was first: it is tried again, up to `MAX_CONFLICTS` times; else it fails with the reason."""
         sent = self._sent.pop(message.call_id, None)
         if sent is None or sent.taken.done():
             return

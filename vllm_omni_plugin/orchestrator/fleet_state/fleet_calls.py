@@ -166,9 +166,9 @@ class FleetCalls:
     def _after_call(
         self, method: str, args: tuple[Any, ...], accepted: Sequence[int], calls: Mapping[int, StageCall], order: int
     ) -> FleetState:
+        """The document after a call. Of two pauses or resumes the one that began later counts, whichever ends last."""
         if method in PAUSE_CALLS:
             if order < self._last_pause:
-                # A call that began later has ended before this one.
                 accepted = ()
             self._last_pause = max(self._last_pause, order)
         fresh = [stage_id for stage_id, call in calls.items() if call.all_fresh]
@@ -232,7 +232,7 @@ class FleetCalls:
                 update = AbortedElsewhere(args[0], Future())
                 work.append(self._spawn(notify(self._orchestrator.front_end.give, update)))
             elif message.method == call_effects.REMOVE:
-                self._remove(args[0])
+                self._remove_replica(args[0])
             elif message.method:
                 stages = [stage for stage_id, stage in enumerate(self._stages) if stage_id in message.stages]
                 calls = [stage.begin(message.method, args, {*message.reached, *message.failed}) for stage in stages]
@@ -254,7 +254,8 @@ class FleetCalls:
         finally:
             self.session.send(CallDone(message.call_id, message.head_id))
 
-    def _remove(self, key: ReplicaKey) -> None:
+    def _remove_replica(self, key: ReplicaKey) -> None:
+        """Another head has removed the replica, so this one leaves it, too."""
         for member in remote_members(self._orchestrator):
             if ReplicaKey.of(member) == key and member.leave is not None:
                 # A head that is not attached cannot remove the replica. Another head has done so.

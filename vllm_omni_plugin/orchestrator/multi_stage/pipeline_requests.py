@@ -48,6 +48,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self._default_plan = plan_request(pipeline, None)
 
     def submit(self, message: messages.SubmitRequest) -> None:
+        """Begin a request's first stages; an earlier one with the same id is aborted."""
         if message.request.abort_immediately:
             # Such a request frees the KV cache of a prefill outside the fleet. Here the prefill is a stage.
             return
@@ -69,6 +70,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             self._fail(state, error)
 
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
+        """Abort requests: `whole` if the client is gone; else vLLM has ended the text, and speech goes on."""
         for request_id in request_ids:
             state = self.states.get(request_id)
             if state is not None and (state.call is None or whole or not self._end_answering_stage(state)):
@@ -298,9 +300,9 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         return read
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
+        """The client's answer: cached tokens are those of the prefill, unless decode computes the prompt itself."""
         api, cached_tokens = self._apis[stage.id], state.cached_tokens
         if cached_tokens is not None and run.is_given_cache:
-            # Later attempts compute the prompt themselves, and report the right number.
             api.set_cached_tokens(output, cached_tokens)
         if not run.finished:
             # The end of a turn, not of the session: vLLM's server expects one answer.
@@ -334,10 +336,10 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
                 self._begin(state, downstream)
 
     def _stage_failed(self, state: PipelineRequestState, stage: Stage, error: OmniError) -> None:
+        """End the request; a failed prefill is only skipped, since decode computes the prompt itself."""
         if not self._is_unfinished(state):
             return
         if stage.output is Modality.KV_CACHE:
-            # The decode stage computes the prompt itself.
             self._end(state, stage)
         else:
             self._fail(state, error)

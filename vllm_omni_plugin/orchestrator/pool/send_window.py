@@ -67,5 +67,6 @@ def _keeps_headroom(ledger: LoadLedger, prefill_tokens: int, behind_in_share: bo
 
 
 def _fits_cache(ledger: LoadLedger, prefill_tokens: int, spare_tokens: float = 0.0) -> bool:
+    """Whether the KV cache has room for a prompt and what is pending; unknown sizes have."""
     free = ledger.free_tokens
     return free is None or ledger.pending_tokens + prefill_tokens + spare_tokens <= free

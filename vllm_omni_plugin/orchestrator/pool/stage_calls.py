@@ -246,6 +246,7 @@ class StageCalls:
         return task
 
     async def _tell_missing(self, member: PoolMember) -> None:
+        """Make the calls that an engine has missed; one that fails takes it out, one that its node forbids does not."""
         client = member.client
         while client is not None and client is member.client and (calls := self._missing(member, None)):
             wanted = self.wanted
@@ -274,9 +275,9 @@ class StageCalls:
                     await _call_engine(client, member.remote, group)
 
     async def _call_one(self, replica: CalledReplica, call: StageCall) -> Any:
+        """One engine's answer, or its error; after any calls that it still lacked."""
         member, engine_key, client = replica
         if (catching_up := self._catching_up.get(member)) is not None:
-            # The call must not overtake earlier ones.
             await asyncio.wait([catching_up])
         try:
             [result] = await _call_engine(client, member.remote, [(call.method, call.args)])

@@ -333,6 +333,7 @@ class StagePool:
         return not member.cordons
 
     def _set_status(self, member: PoolMember, status: ReplicaStatus) -> None:
+        """A replica's new status; only serving ones are offered to the policy."""
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:

@@ -63,6 +63,7 @@ class LoadLedger:
 
     @property
     def own(self) -> Work:
+        """This head's own part of the replica's work; an adapter that others use, too, is theirs."""
         others, in_use = self.others_work.adapters, self.adapters.in_use
         adapters = tuple([name for name, requests in in_use.items() if requests > (name in others)])
         return Work(self.requests - self.others, self.prefill_tokens - self._others_prefill_tokens, adapters)
@@ -245,6 +246,7 @@ class LoadLedger:
                 self._count_others()
 
     def _count_others(self) -> None:
+        """Other heads' work as they report it, or without a session as engines' reports show it."""
         requests, prefill_tokens = self._reported_others, 0
         if self._others_work is not None:
             requests, prefill_tokens = self._others_work[:2]

@@ -324,6 +324,7 @@ class StageRun(Struct, eq=False):
         )
 
     def _why_not_movable(self, move: Move, migration_limit: int, vocabulary: int | None) -> RequestLostError | None:
+        """Why a run ends with its replica: the first reason that applies; None if it may move."""
         if self.losses[-1].culprit is self:
             return self.query_of_death()
         if self.streaming is not None and not self.streaming.replayable:

@@ -61,6 +61,7 @@ class Probe:
         return lost.result()
 
     async def _probe(self) -> None:
+        """Ask the engine once; overdue, it counts as hung until it answers, later during a long call."""
         asked_at, limit = self.clock(), self.limit
         self._measures_steps = not self.engine.is_busy
         answer = asyncio.ensure_future(self.engine.client.probe())
@@ -157,6 +158,7 @@ class EngineKeeper(Generic[E]):
 
     @asynccontextmanager
     async def _engine(self) -> AsyncIterator[Awaitable[str]]:
+        """Start an engine and put it into service, then watch it until it ends or hangs for good."""
         engine = await self.start()
         try:
             engine.on_lost = lambda reason: self.suspend(engine, reason, False)

@@ -92,10 +92,10 @@ class _Watched:
                 os.close(fd)
 
     def kill(self) -> None:
+        """Kill engines with all they started; after the parent's end also workers whose engine had ended before."""
         for fd, pid in self._pids.items():
             _kill_tree(pid, fd)
         if self._parent_has_ended():
-            # Workers whose engine had ended before are children of no engine.
             kill_marked(f"/proc/{self._parent}/fd/")
         deadline = time.monotonic() + KILL_TIMEOUT_S
         for fd in self._pids:

@@ -93,6 +93,7 @@ class Engine:
         self.mark_lost(f"its engine process {self.pid} exited")
 
     def _end(self, reason: str) -> None:
+        """Report the loss. Killed from outside, by the memory killer too, it is no crash that a request could cause."""
         self._stop_watching()
         # Without an exit reason, the client's `engine_failed` stays what the engine itself reported.
         if ended := self._process.exit_reason():

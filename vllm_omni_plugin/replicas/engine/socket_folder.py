@@ -56,7 +56,7 @@ def use_socket_folder() -> None:
         # The lock is held until this process ends. If it fails, another process is removing the folder right now.
         if _lock(folder) is not None:
             break
-    atexit.register(_remove, folder, os.getpid())
+    atexit.register(_remove_at_exit, folder, os.getpid())
     os.environ[_BASE_PATH] = str(folder)
 
 
@@ -86,7 +86,7 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _remove(folder: Path, owner: int) -> None:
+def _remove_at_exit(folder: Path, owner: int) -> None:
     # A fork of this process runs its exit handlers too.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

@@ -119,6 +119,7 @@ class CacheListener:
         self._apply(payload)
 
     def _apply(self, payload: bytes) -> None:
+        """Apply reported changes; malformed or impossible ones end the trust in these reports."""
         try:
             change = self._blocks.apply(decode_events(payload, self._skipped))
         except WireError as error:
@@ -136,6 +137,7 @@ class CacheListener:
         self._warn("skipped", f"one cannot be read and is skipped: {reason}")
 
     def _report_loss(self, what: str, detail: str = "") -> None:
+        """Estimate this engine's cache until it is cleared, since its reports have a gap."""
         self._warn(
             what, f"{what}{detail}; until its cache is cleared, its content is estimated from what is sent to it"
         )

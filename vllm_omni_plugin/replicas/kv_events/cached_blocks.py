@@ -113,4 +113,5 @@ class CachedBlocks:
 
 
 def _counts(event: BlockStored | BlockRemoved) -> bool:
+    """Whether a block is one that prompts can use: in the device's memory, of full attention."""
     return event.medium in _MEDIA and event.group_idx in _GROUPS

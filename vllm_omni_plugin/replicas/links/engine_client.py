@@ -229,6 +229,7 @@ class EngineClient:
             raise
 
     def _receive(self, frames: list[Any]) -> None:
+        """Pass outputs and answers on; a message that cannot be read or handled takes the replica out."""
         if self._dead_reason is not None:
             # Its requests have moved, and its statistics would count as those of a serving replica.
             return
@@ -253,6 +254,7 @@ class EngineClient:
             self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}", True)
 
     def _resolve_call(self, reply: Any) -> None:
+        """Give a call its answer or error; a probe is answered by an engine that shuts down, too."""
         future = self._calls.get(reply.call_id) or self._probes.get(reply.call_id)
         if future is None or future.done():
             return

@@ -164,6 +164,7 @@ class SocketReader:
             self._next_burst = self._loop.call_soon(self._read_burst)
 
     def _read_burst(self) -> None:
+        """Read up to `_BURST` messages, then let the loop do other work first."""
         self._next_burst = None
         for _ in range(_BURST):
             if not self._reading:

@@ -85,6 +85,7 @@ class FirstMachine(MeetingHost):
         return [self._launcher.meeting_address[0], *self._meetings.addresses]
 
     def handle(self, peer: bytes, report: MachineReport) -> None:
+        """A machine's report; one that leaves drains the whole replica."""
         super().handle(peer, report)
         if report.leaving and not self._meetings.refusal(report):
             self._on_leaving()

@@ -204,6 +204,7 @@ class GroupMachine(OtherMachine):
         return ranks
 
     def _let_in(self, ranks: MeetingRanks) -> None:
+        """Let the waiting ranks start together; if one has stopped to wait, the meeting breaks up."""
         if not self._ready:
             ranks.break_up("a rank of its group stopped to wait for the others")
             return

@@ -123,6 +123,7 @@ class MeetingHost(ABC):
             self._end_broken()
 
     async def _all_here(self) -> None:
+        """Wait for all machines; now and then the log names those that are missing."""
         reminded_at = float("-inf")
         while missing := self._meetings.missing(self._clock()):
             if self._clock() - reminded_at > REMIND_AFTER_S:

@@ -109,6 +109,7 @@ class Meetings:
             self.broken = self.silent(now, self._timeout)
 
     def _look_for_ends(self) -> None:
+        """A machine that was started again or reports a failure breaks the meeting."""
         if not self.plan.meeting or self.broken:
             return
         for rank, process in self._members.items():

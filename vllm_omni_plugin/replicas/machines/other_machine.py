@@ -156,6 +156,7 @@ class OtherMachine:
             await finish(asyncio.gather(serving, self._end_work(), return_exceptions=True))
 
     async def _serve(self, first_timeout: float) -> None:
+        """Report to the first machine again and again; what runs here ends whenever it is lost."""
         pauses = Backoff(longest=_LONGEST_PAUSE_S)
         begun_at = self._clock()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -235,6 +236,7 @@ class OtherMachine:
         )
 
     def _on_message(self, message: FromServer) -> None:
+        """Start or end workers as the first machine says; refused, this process ends."""
         if not isinstance(message, MeetingPlan):
             return
         self._answered_at, self._met = self._clock(), True

@@ -165,6 +165,7 @@ class RemoteReplica:
         await self._open(lease, credential)
 
     async def _open(self, lease: wire.Attached, credential: DataCredential) -> None:
+        """Open the data connections of a lease; the engine must answer before it counts as attached."""
         settings = self._settings
         self._link = RemoteLink(
             settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
@@ -307,6 +308,7 @@ class RemoteReplica:
         )
 
     def _lose(self, reason: str, engine_failed: bool = False) -> None:
+        """End the lease; outputs that have arrived are delivered first."""
         if self._link is not None:
             self.client.drain()
             self.client.mark_dead(reason, engine_failed)

@@ -72,6 +72,7 @@ class Announcer:
             self._warn(reason)
 
     def _warn(self, reason: str) -> None:
+        """Warn that the head cannot be reached, now and each `_REMIND_AFTER_S`, once for all replicas."""
         now, warning = self._loop.time(), (self._coordinator_addr, reason)
         # 0.9: timers may fire a little early.
         if now - _warned_at.get(warning, -math.inf) > 0.9 * _REMIND_AFTER_S:

@@ -119,7 +119,7 @@ class AttachedHeads:
         """Send a status to all heads and end their leases. No head may attach until `admit`."""
         self.notify(status, reason, engine_failed)
         for lease in self._leases.current:
-            self._end(lease, reason)
+            self._end_lease(lease, reason)
 
     def release_engine(self) -> None:
         """Stop using an engine that is about to be closed. There must be no lease."""
@@ -141,13 +141,15 @@ class AttachedHeads:
                 logger.exception("Expired leases could not be ended; this is tried again.")
 
     def _end_expired(self, due_at: float) -> None:
+        """End leases that were not renewed in time; if this process was late itself, that time is added."""
         now = self._clock()
         late_by = now - due_at
         for lease in self._leases.expired(now, late_by if late_by > self._settings.heartbeat_interval else 0.0):
             self._send(lease.peer, wire.Expired(lease.lease_id))
-            self._end(lease, f"it did not renew its lease for {self._settings.heartbeat_timeout:g} s")
+            self._end_lease(lease, f"it did not renew its lease for {self._settings.heartbeat_timeout:g} s")
 
     def handle(self, peer: bytes, message: wire.OfHead) -> None:
+        """Attach a head, or do what one with a lease asks; messages of ended leases are told so."""
         if isinstance(message, wire.Attach):
             answer = self._attach(peer, message)
             if isinstance(answer, wire.AttachRefused):
@@ -176,24 +178,25 @@ class AttachedHeads:
             case wire.StateTold():
                 self._engine_told(lease, message.told)
             case wire.Detach():
-                self._end(lease, "it detached")
+                self._end_lease(lease, "it detached")
             case wire.DrainReplica():
                 logger.info("Head %s asks replica %s to drain.", lease.head_id, self._name())
                 self._on_drain()
 
     def _attach(self, peer: bytes, message: wire.Attach) -> wire.Attached | wire.AttachRefused:
+        """Lease to a head, or refuse. An engine whose socket files are gone is replaced if no head uses it."""
         refusal = self._refusal(message)
         if refusal is not None:
             return refusal
         for former in self._leases.superseded(peer, message.head_id):
-            self._end(former, "it attached again")
+            self._end_lease(former, "it attached again")
         if self._engine is None or self._resetting:
             return wire.AttachRefused("the engine is still aborting requests of a former head", lasting=False)
         lease = self._leases.grant(peer, message.head_id, self._clock())
         if lease is None:
             return wire.AttachRefused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
         try:
-            attached = self._attached(self._engine, lease, message.credential)
+            attached = self._lease_slot(self._engine, lease, message.credential)
         except (ConfigError, OSError, zmq.ZMQError) as error:
             self._leases.end(lease)
             self._leases.free(lease.slot)
@@ -207,6 +210,7 @@ class AttachedHeads:
         return attached
 
     def _refusal(self, message: wire.Attach) -> wire.AttachRefused | None:
+        """Why a head may not attach: version, model, another generation's heads, not serving, or an outdated row."""
         if not is_compatible(message.protocol, wire.PROTOCOL_VERSION, wire.OLDEST_PROTOCOL_VERSION):
             return wire.AttachRefused(
                 f"protocol: head has {message.protocol}, replica {wire.PROTOCOL_VERSION}", lasting=True
@@ -233,7 +237,7 @@ class AttachedHeads:
             )
         return None
 
-    def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> wire.Attached:
+    def _lease_slot(self, engine: ServedEngine, lease: Lease, credential: str) -> wire.Attached:
         if lease.slot not in self._ports:
             self._ports[lease.slot] = listen_on_ports(self._settings.host, self._settings.ports, 2)
         ports = self._ports[lease.slot]
@@ -263,16 +267,18 @@ class AttachedHeads:
                     self._send(other.peer, wire.StateTold(other.lease_id, told))
 
     def _connection_lost(self, lease: Lease) -> None:
+        """A broken data connection ends the head's lease; its drain may still come."""
         if self._leases.find(lease.lease_id, lease.peer) is not None:
             reason = (
                 "its data connection ended: it has left or was cut off, did not read for too long, or got an output "
                 "above its --omni-max-message-size"
             )
             self._send(lease.peer, wire.Status(lease.lease_id, ReplicaStatus.ERROR, reason))
-            self._end(lease, reason)
+            self._end_lease(lease, reason)
             self._last_lost = (lease.peer, lease.lease_id)
 
-    def _end(self, lease: Lease, reason: str) -> None:
+    def _end_lease(self, lease: Lease, reason: str) -> None:
+        """End a lease: abort its requests, free its slot; after the last one the engine is reset."""
         if not self._leases.end(lease):
             return
         self._cache_polls.remove(lease)
@@ -298,6 +304,7 @@ class AttachedHeads:
             close_all(self._ports.pop(slot, ()))
 
     async def _free_when_clean(self, engine: ServedEngine, slot: int) -> None:
+        """Free a slot once the engine has nothing for it; an engine that cannot say so is replaced."""
         output = engine.slots[slot]
         try:
             await output.wait_until_clean()
@@ -312,6 +319,7 @@ class AttachedHeads:
             self._leases.free(slot)
 
     async def _reset(self, engine: ServedEngine, cleaning: list["asyncio.Task[None]"]) -> None:
+        """Clear what the last heads have left; an engine that cannot be reset is replaced."""
         await asyncio.wait(cleaning)
         try:
             await engine.client.reset()
@@ -327,6 +335,7 @@ class AttachedHeads:
         return task
 
     def _log_refusal(self, head_id: str, refusal: wire.AttachRefused) -> None:
+        """Log each reason once a head, those that last as warnings."""
         refused = (head_id, refusal.reason)
         if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
             self._logged_refusals.add(refused)

@@ -58,6 +58,7 @@ def _limits() -> list[int]:
 
 
 def _require(replicas: int, needed: int, allowed: int, limit: str) -> None:
+    """Refuse more replicas than the limit of open files allows."""
     if needed > allowed:
         raise ConfigError(
             f"{replicas} replicas need some {needed} open files, and this process may have {allowed}: raise its "

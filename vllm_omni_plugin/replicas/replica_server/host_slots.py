@@ -57,6 +57,7 @@ class HostSlots:
 
 
 def _take(count: int, prefix: str, taken: ExitStack) -> list[int]:
+    """Take the lowest free slots of this machine; refused if there are too few."""
     slots: list[int] = []
     for slot in range(MOST_SLOTS):
         if len(slots) == count:

@@ -84,6 +84,7 @@ async def _run(server: ReplicaServer, joining: "asyncio.Task[None]") -> None:
 
 
 async def _join(server: ReplicaServer, join_timeout: float, head: str) -> None:
+    """End the node if no head has answered for `join_timeout` since its engine is ready."""
     await server.ready.wait()
     try:
         async with asyncio.timeout(join_timeout or None):

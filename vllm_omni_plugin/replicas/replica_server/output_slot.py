@@ -107,6 +107,7 @@ class OutputSlot:
         self.client.close()
 
     def _abort_orphans(self, outputs: Any) -> None:
+        """Abort what still computes for a head that is gone."""
         orphans = [output.request_id for output in outputs.outputs if output.finish_reason is None]
         if orphans:
             self.client.abort_requests(orphans)

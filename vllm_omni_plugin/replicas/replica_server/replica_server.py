@@ -257,6 +257,7 @@ class ReplicaServer:
             )
 
     def _on_last_disconnect(self) -> None:
+        """No head uses the replica: heads of other generations are told; a draining one ends."""
         self._announce_use(in_use=False)
         if self._draining:
             self._finished.set()

@@ -27,6 +27,7 @@ def find_unreadable(outputs: Iterable[EngineCoreOutput]) -> list[tuple[EngineCor
 
 
 def _unreadable_field(output: EngineCoreOutput) -> str:
+    """The field that vLLM's Rust program could not read; empty if there is none."""
     if output.new_logprobs is not None and not _are_rows(output.new_logprobs):
         return "new_logprobs"
     if output.new_prompt_logprobs_tensors is not None and not _are_rows(output.new_prompt_logprobs_tensors):

@@ -104,6 +104,7 @@ def _adapter_mismatch(args: list[Any]) -> str:
 
 
 def _why_not_allowed(method: str, args: list[Any]) -> str:
+    """Why a head may not make this call here; empty if it may."""
     if method not in ALLOWED_CALLS:
         return f"{method[:_MAX_NAME_CHARS]!r} is not a call that heads may make"
     if method != "collective_rpc":
@@ -116,6 +117,6 @@ def _why_not_allowed(method: str, args: list[Any]) -> str:
 
 
 def _is_dev_mode() -> bool:
-    # Read as in vLLM, which accepts numbers only.
+    """Whether this node allows any call of workers: vLLM's own variable, read as vLLM does."""
     value = os.environ.get(_DEV_MODE, "0").strip()
     return value.isdecimal() and int(value) != 0

@@ -56,6 +56,7 @@ def without_hand_over(request: Any) -> Any:
 
 
 def how_to_move(request: Any, custom_processors: bool) -> Move:
+    """Whether a request that had output resumes behind it, is replayed and compared, or cannot move."""
     params = request.sampling_params
     if params is None:
         return Move.PINNED if _scores_document(request.pooling_params) else Move.NEVER

@@ -13,6 +13,7 @@ _ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
+    """What becomes of running requests at this call: aborted, awaited or kept; None if it pauses nothing."""
     if method not in (*_PAUSES, "sleep"):
         return None
     place = 0 if method in _PAUSES else 1

@@ -198,6 +198,7 @@ class EngineProcess:
         remove_event_sockets(self.config)
 
     def _end_workers(self) -> None:
+        """Kill workers that a crashed core has left, and remove their shared memory."""
         # A core that has returned has ended them, and the search reads the environment of every process here.
         if self.core.exitcode != 0:
             remove_memory(self._memory | kill_marked(str(self.exit_note.path)))

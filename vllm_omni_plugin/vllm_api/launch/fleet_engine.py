@@ -83,6 +83,7 @@ class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
         self._write_exit_note(None)
 
     def _write_exit_note(self, timeout: float | None = 0) -> None:
+        """Write down which worker ended and how, for the log of the head or node."""
         processes = [worker.proc for worker in self.workers]
         exited = wait([process.sentinel for process in processes], timeout)
         reasons = []
@@ -97,6 +98,7 @@ class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 def _delay_errors(get_response: Callable[[], Any]) -> Any:
+    """Report a failed step late, so that a lost machine is noticed first and named as the cause."""
     try:
         return get_response()
     except Exception:

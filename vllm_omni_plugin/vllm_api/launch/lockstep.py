@@ -86,6 +86,7 @@ class GroupIncarnation:
         return len(self._leaving) == self._size
 
     def _watch(self, process: BaseProcess, on_exit: Callable[[], None] | None) -> None:
+        """When one process of the group has ended, end all others, unless all of them leave."""
         # No `process.join()`: it would reap the process, and vLLM may be about to send a signal to its id.
         wait([process.sentinel])
         if on_exit is not None:

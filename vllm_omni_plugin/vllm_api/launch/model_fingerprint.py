@@ -133,6 +133,7 @@ def _commit(model: Any) -> str:
 
 
 def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
+    """What must be equal: the name on the hub, or a local folder's digest."""
     path = Path(name)
     if not path.exists():
         return name

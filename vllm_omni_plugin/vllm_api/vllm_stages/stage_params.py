@@ -149,6 +149,7 @@ class StageParams:
             raise ParameterError(str(error), self._wrong_key(values)) from None
 
     def _check_stop(self) -> None:
+        """Refuse stop strings where a stage cannot stop at text."""
         if self._stage.output is not Modality.TEXT:
             raise ParameterError("stop strings need a stage whose output is text; use 'stop_token_ids'", "stop")
         if self._stage.async_chunk:

@@ -53,6 +53,7 @@ class StagePrompts:
         return prompt
 
     def _of_tensor(self, tensor: Any, cache_salt: str | None) -> Mapping[str, Any]:
+        """Embeddings as a prompt; refused if the model takes none, or none of this shape."""
         if not self._config.enable_prompt_embeds:
             raise ValueError(NO_EMBEDDINGS)
         width = self._config.get_inputs_embeds_size()

@@ -83,6 +83,7 @@ class VllmStageApi(StageApi):
     def build(
         self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, for_client: bool, part: InputPart = WHOLE
     ) -> Any:
+        """A stage's request for what its transform returned; invalid input fails with a reason."""
         try:
             prompt = self._prompts.make(given, source.cache_salt)
             if part.resumable and prompt["type"] == "embeds":
@@ -94,6 +95,7 @@ class VllmStageApi(StageApi):
             raise self._refusal(error) from error
 
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> Any:
+        """A first stage's request: the client's own, or its text for another model."""
         if for_client and not sampling and self._config is self._entry_config:
             return source
         if not self._vocabulary.same_model:
@@ -148,6 +150,7 @@ class VllmStageApi(StageApi):
         return output
 
     def _client_params(self, source: Any, over: Mapping[str, Any], chunked: bool) -> Any:
+        """The client's parameters for this stage, without what only fits the first stage's model."""
         params = self._params.of_client(source.params, over, chunked)
         if self._is_pooling:
             return params
@@ -179,6 +182,7 @@ class VllmStageApi(StageApi):
         return request
 
     def _room(self, length: int, tokens_before: int) -> int:
+        """How many tokens may still be made; refused if the input alone is too long."""
         at_most = self._config.max_model_len - tokens_before - (not self._is_pooling)
         if length > at_most:
             before = f", after {tokens_before} of its session," if tokens_before else ""
@@ -189,6 +193,7 @@ class VllmStageApi(StageApi):
         return StageInputError(f"Stage {self._stage.name!r}: {error}")
 
     def _check_stage(self) -> None:
+        """Refuse an output, chunks or text that the stage's model cannot make."""
         possible = _POOLED if self._is_pooling else _GENERATED
         if self._stage.output not in possible:
             kind = "pools" if self._is_pooling else "generates"
