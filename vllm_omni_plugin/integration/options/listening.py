@@ -1,7 +1,9 @@
 """The addresses on which the processes of a fleet listen and find each other, and the secret of these links."""
 
+import argparse
 import ipaddress
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -62,6 +64,17 @@ def coordinator_address(options: OmniConfig) -> str:
         address = resolve(host, "--omni-master-address")
         host = f"[{address}]" if ":" in address else host
     return f"tcp://{host}:{options.master_port}"
+
+
+def listen_for_clients(
+    setup_server: Callable[..., tuple[str, socket.socket]], args: argparse.Namespace, *, reuse_port: bool
+) -> tuple[str, socket.socket]:
+    """Call vLLM's `setup_server`. `args.port` 0 becomes the port that was bound, for all that is named after it."""
+    url, listening = setup_server(args, reuse_port=reuse_port)
+    if not args.uds and not args.port:
+        args.port = listening.getsockname()[1]
+        url = f"{url.rpartition(':')[0]}:{args.port}"
+    return url, listening
 
 
 def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:

@@ -6,10 +6,12 @@ import sys
 from typing import Any
 
 from vllm_omni_plugin.integration.command_line import parse_or_exit
+from vllm_omni_plugin.integration.options.listening import listen_for_clients
 from vllm_omni_plugin.integration.patching import patch_function
 from vllm_omni_plugin.integration.processes.init_process import leave_process_1
 
 _SERVE = "vllm.entrypoints.cli.serve"
+_ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def patch_serve_command() -> None:
@@ -19,6 +21,8 @@ def patch_serve_command() -> None:
         patch_function(serve, "validate_parsed_serve_args", validate)
         patch_function(serve, "run_headless", run_headless)
         patch_function(serve, "run_multi_api_server", run_api_servers)
+        # Of one API server. Several, and the Rust front end, are started by us.
+        patch_function(sys.modules[_ENTRY], "setup_server", listen_for_clients)
 
 
 def validate(original: Any, args: argparse.Namespace) -> None:

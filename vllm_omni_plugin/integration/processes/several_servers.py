@@ -38,6 +38,7 @@ from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
     engines_address,
+    listen_for_clients,
     with_secret,
 )
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServerSupervisor, run_until_signal
@@ -124,7 +125,7 @@ def _serve_all(args: argparse.Namespace, options: OmniConfig, resources: ExitSta
     forbid_fork()
     use_socket_folder()
     setup_multiprocess_prometheus()
-    listen_address, listening = setup_server(args, reuse_port=True)
+    listen_address, listening = listen_for_clients(setup_server, args, reuse_port=True)
     resources.callback(_stop_listening, listening, args.uds)
     engine_args = read_engine_args(args)
     plans = () if options.join else _plans(engine_args, args.api_server_count, options)

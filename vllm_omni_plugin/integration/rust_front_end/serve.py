@@ -27,6 +27,7 @@ from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError
 from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.options.exit_status import exit_status_of
+from vllm_omni_plugin.integration.options.listening import listen_for_clients
 from vllm_omni_plugin.integration.rust_front_end.admin_server import AdminServer
 from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reader
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink, FrontEndRules
@@ -240,14 +241,12 @@ class Server:
 
 
 def listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
-    """Bind the sockets for clients, which `resources` closes. `args.port` becomes the port that was bound, for `0`."""
-    _, http = setup_server(args, reuse_port=False)
+    """Bind the sockets for clients, which `resources` closes; see `listen_for_clients`."""
+    _, http = listen_for_clients(setup_server, args, reuse_port=False)
     resources.callback(http.close)
     if args.uds:
         # While the file exists, nobody can listen there.
         resources.callback(Path(args.uds).unlink, missing_ok=True)
-    else:
-        args.port = http.getsockname()[1]
     grpc = None
     if args.grpc_port is not None:
         # As vLLM does: beside HTTP, or on loopback if HTTP has a unix socket.
