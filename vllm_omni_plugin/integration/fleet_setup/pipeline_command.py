@@ -12,12 +12,7 @@ from typing import Any
 
 from vllm_omni_plugin.config import FLAGS, NO_MODEL, OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.fleet_setup.stage_checks import (
-    check_answer,
-    check_class,
-    check_policy,
-    check_transform,
-)
+from vllm_omni_plugin.integration.fleet_setup.stage_checks import HEAD_CHECKS, check_class
 from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
 from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage, load_pipeline
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
@@ -137,9 +132,8 @@ class _StageReader:
         if self.headless and stage.id != self.options.stage_id:
             return
         if not self.headless:
-            check_policy(pipeline, stage)
-            check_transform(pipeline, stage)
-            check_answer(pipeline, stage)
+            for check in HEAD_CHECKS:
+                check(pipeline, stage)
             if stage.replicas == 0 and not self.options.is_open:
                 message = "0 replicas: there must be --omni-master-address, so that others can join"
                 raise PipelineError(message, ("replicas",))

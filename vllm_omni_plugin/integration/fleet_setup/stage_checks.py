@@ -1,4 +1,4 @@
-"""Checks of a pipeline's stages that do not need vLLM: do policies, transforms and classes exist, can it answer."""
+"""Checks of a pipeline's stages that do not need vLLM: policies, transforms and classes exist, and it can answer."""
 
 import inspect
 from collections.abc import Iterator
@@ -58,4 +58,5 @@ def check_answer(pipeline: Pipeline, stage: Stage) -> None:
         raise PipelineError(message, ("output",))
 
 
-STAGE_CHECKS = (check_policy, check_transform, check_class, check_answer)
+HEAD_CHECKS = (check_policy, check_transform, check_answer)
+STAGE_CHECKS = (*HEAD_CHECKS, check_class)

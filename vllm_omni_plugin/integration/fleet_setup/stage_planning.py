@@ -31,17 +31,12 @@ from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
 _GENERATE = "generate"
+# Fields of a fingerprint.
 _TOKENIZER_FIELDS = ("tokenizer", "tokenizer mode")
 _CACHE_FIELDS = (
-    "revision",
-    "code revision",
-    "hf-overrides",
-    "dtype",
-    "KV cache dtype",
-    "quantization",
-    "quantization config",
+    *("revision", "code revision", "hf-overrides"),
+    *("dtype", "KV cache dtype", "quantization", "quantization config"),
 )
-"""Of a fingerprint."""
 
 MakeLauncher = Callable[..., Launcher]
 """Creates the launcher of a stage's local engines, from these arguments: a callback that gets the id of each started
@@ -213,15 +208,15 @@ def _require_same_caches(options: OmniConfig, pipeline: Pipeline, plans: Sequenc
     """Raise ConfigError if a stage would use KV caches of another generation, and so answer for two."""
     for stage in pipeline.stages:
         for source in pipeline.upstream(stage):
+            if source.output is not Modality.KV_CACHE:
+                continue
             own, theirs = plans[stage.id].fingerprint, plans[source.id].fingerprint
             differing = [
-                f"{name} is {own.get(name)}, and {theirs.get(name)} there"
-                for name in _CACHE_FIELDS
-                if own.get(name) != theirs.get(name)
+                f"{key} is {own[key]}, and {theirs[key]} there" for key in _CACHE_FIELDS if own[key] != theirs[key]
             ]
-            if source.output is Modality.KV_CACHE and differing:
-                with _errors_of(options, stage):
-                    raise ConfigError(f"it cannot use the KV cache of {source.name!r}: {'; '.join(differing)}")
+            if differing:
+                message = f"it cannot use the KV cache of {source.name!r}: {'; '.join(differing)}"
+                raise ConfigError(f"{options.pipeline}: stage {stage.name!r}: {message}")
 
 
 def _set_default_sampling(command: LoadedPipeline, configs: Mapping[int, Any]) -> None:
