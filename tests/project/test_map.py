@@ -15,7 +15,7 @@ _ROWS = [row for row in _MAP.splitlines() if row.startswith("- ")]
 _PLACE = re.compile(r"`([\w/]+\.(?:py|js|json))(?::([^`]+))?`((?:, `(?![\w/]+\.(?:py|js|json)\b)[^`]+`)*)")
 _STEP = "→"
 _QUOTED = re.compile(r"`([^`]+)`")
-_LIMIT = re.compile(r"(?<=[`:])(_?[A-Z][A-Z_]+)=([^`]+)`")
+_LIMIT = re.compile(r"(?<=[`:,])(_?[A-Z][A-Z_]+)=([^`,]+)")
 _CLASS_OR_METHOD = re.compile(r"[A-Z]\w*[a-z]\w*(\.\w+)?")
 
 
@@ -41,7 +41,7 @@ def _names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
 def places(text: str) -> Iterator[tuple[str, list[str]]]:
     """Each file that a text names, and what it says of it."""
     for file, name, more in _PLACE.findall(text):
-        yield file, [*filter(None, [name]), *_QUOTED.findall(more)]
+        yield file, [name for quoted in [name, *_QUOTED.findall(more)] for name in quoted.split(",") if name]
 
 
 def modules() -> dict[str, Path]:
@@ -72,7 +72,7 @@ def test_every_file_and_name_of_the_map_exists() -> None:
         elif names:
             missing += [f"{file}:{name}" for name in names if _steps(name)[0] not in defined(path)]
     for row in _ROWS:
-        quoted = _QUOTED.findall(_PLACE.sub("", row))
+        quoted = ",".join(_QUOTED.findall(_PLACE.sub("", row))).split(",")
         missing += [name for name in quoted if _CLASS_OR_METHOD.fullmatch(name) and name not in everywhere]
         missing += [f"{step} in a path" for path in _paths(row) for step in path if step not in everywhere]
     assert missing == []
@@ -89,7 +89,8 @@ def test_the_map_says_in_which_file_each_step_of_a_path_is() -> None:
 
 
 def _paths(row: str) -> list[list[str]]:
-    return [_steps(quoted.rpartition(":")[2]) for quoted in _QUOTED.findall(row) if _STEP in quoted]
+    names = [name for quoted in _QUOTED.findall(row) for name in quoted.rpartition(":")[2].split(",")]
+    return [_steps(name) for name in names if _STEP in name]
 
 
 def _steps(path: str) -> list[str]:
