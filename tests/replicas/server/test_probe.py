@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.virtual_time import VirtualTimeLoop
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.engine import engine_keeper
 from vllm_omni_plugin.replicas.engine.engine_keeper import Probe
@@ -21,7 +22,7 @@ class Engine:
         looks: how often the probe has checked `is_reading`.
     """
 
-    def __init__(self, timeout: float, interval: float = 0.0) -> None:
+    def __init__(self, timeout: float, interval: float = 0.001) -> None:
         self.now = self.ticks = 0.0
         self.is_busy = False
         self.calls: list[asyncio.Future[None]] = []
@@ -111,6 +112,31 @@ async def test_a_missing_answer_is_no_hang_if_this_process_was_blocked() -> None
         assert engine.events == []
         engine.ticks = 0.0
         await eventually(lambda: engine.events)
+
+
+def test_time_in_which_the_whole_machine_stood_still_does_not_count() -> None:
+    """Engines have stood still, too, as in a snapshot of a virtual machine."""
+    paused_s, timeout = 8.0, 10.0
+
+    async def hangs_at(loop: VirtualTimeLoop) -> float:
+        engine = Engine(timeout, interval=1.0)
+        engine.prober.clock = loop.time
+        running = asyncio.create_task(engine.prober.run())
+
+        def stand_still() -> None:
+            loop.now += paused_s
+
+        loop.call_later(1.5, stand_still)
+        hung = loop.create_future()
+        engine.prober.on_hang = hung.set_result
+        await hung
+        running.cancel()
+        return loop.now
+
+    loop = VirtualTimeLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        asked_at = 1.0
+        assert runner.run(hangs_at(loop)) >= asked_at + timeout + paused_s
 
 
 async def test_a_long_call_extends_the_limit(

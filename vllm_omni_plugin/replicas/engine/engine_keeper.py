@@ -86,16 +86,18 @@ class Probe:
             await self.on_answer()
 
     async def _arrives(self, answer: "asyncio.Future[None]", timeout: float) -> bool:
-        """Whether the answer arrives in time. Time in which this process did not read does not count."""
-        while True:
-            waits_from = self.clock()
-            answered, _ = await asyncio.wait({answer}, timeout=timeout)
+        """Whether the answer arrives in time. Time in which this process did not run or read does not count."""
+        while timeout > 0:
+            # In parts: the engine may have stood still with this process, as in a snapshot of a virtual machine.
+            part, waits_from = min(timeout, self.interval), self.clock()
+            answered, _ = await asyncio.wait({answer}, timeout=part)
             if answered:
                 return True
-            late_by = self.clock() - waits_from - timeout
-            if self.engine.client.is_reading and late_by <= self.interval:
-                return False
-            self._measures_steps = False
+            if self.engine.client.is_reading and self.clock() - waits_from - part <= self.interval:
+                timeout -= part
+            else:
+                self._measures_steps = False
+        return False
 
 
 E = TypeVar("E", bound=Engine)
