@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.admin.asgi import EVENTS, Client, part, start
-from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST
+from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, LONGEST_HOLD
 from vllm_omni_plugin.admin.http_admission import (
     FAIRNESS_HEADER,
     TENANT_HEADER,
@@ -22,7 +22,6 @@ from vllm_omni_plugin.admin.http_admission import (
     HttpAdmission,
     current_response,
     tenant_headers,
-    time_left,
 )
 from vllm_omni_plugin.admission import RefusalReason, RequestTerms
 from vllm_omni_plugin.errors import RequestRefusedError
@@ -166,17 +165,17 @@ def test_the_flags_choose_the_tenant_headers(named: str | None, plan: str | None
 async def test_deadlines_count_from_the_arrival_of_an_answers_first_request_and_its_later_ones_have_as_long() -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         head.now += 2.0
-        left.append(time_left(head.now))
+        longest.append(scope[LONGEST_HOLD])
         head.submit()
         head.now += 5.0
         head.submit()
         await send(start())
         await send(part(b"", more=False))
 
-    left = [time_left(0.0)]
+    longest: list[float] = []
     head = Head(slow)
     assert await head.request(x_request_timeout="2.5", x_tenant_id="a").status() == 200
-    assert left == [inf, 0.0]
+    assert longest == [2.0]
     assert head.asked == [(RequestTerms("a", 2.5), None)]
     assert head.seen == [RequestTerms("a", 2.5, waited_s=2.0)] * 2
 

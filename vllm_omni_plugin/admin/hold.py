@@ -21,6 +21,8 @@ from vllm_omni_plugin.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
 """Requests that may be held at a time; each keeps a connection and its body. Further ones are refused at once."""
+LONGEST_HOLD = "omni_longest_hold_s"
+"""Key of a request's scope: for how many seconds its deadline allows it to be held."""
 RETRY_AFTER_S = 5
 """`Retry-After` of a refusal: about the time in which a crashed replica restarts or a spare one joins."""
 RATE_LIMITED = "rate_limit_exceeded"
@@ -40,7 +42,6 @@ class Hold:
         closed_reason: why all requests are refused, because the server shuts down or is drained; "" if they are not.
         until_ending: returns once the server shuts down.
         max_bytes: of the bodies of held requests; a request that needs more is refused.
-        time_left: seconds for which the current request may be held, by its deadline.
     """
 
     orchestrator: Orchestrator
@@ -49,7 +50,6 @@ class Hold:
     closed_reason: Callable[[], str]
     until_ending: Callable[[], Coroutine[Any, Any, None]]
     max_bytes: int = OmniConfig().max_buffered_bytes
-    time_left: Callable[[], float] = lambda: math.inf
 
     @property
     def reason(self) -> str:
@@ -60,7 +60,9 @@ class Hold:
         """Whether a request that comes now must be held or refused."""
         return bool(self.closed_reason()) or not self.orchestrator.can_serve
 
-    async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
+    async def wait(
+        self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool, at_most: float = math.inf
+    ) -> bool:
         """Wait until the fleet can serve or the client has disconnected; returns whether it is still connected.
 
         `disconnected` returns when the client has disconnected, or raises an error that ends the wait; it is cancelled
@@ -74,7 +76,7 @@ class Hold:
         metrics = self.orchestrator.metrics
         if metrics.held_before_accept >= MAX_WAITING:
             raise self._refuse_without_replica(f"{MAX_WAITING} requests wait already")
-        longest = max(0.0, min(self.replica_wait, self.time_left()))
+        longest = min(self.replica_wait, at_most)
         waits = (disconnected(), self.until_serving(), self.until_ending())
         gone, served, ending = tasks = [asyncio.create_task(wait, name="omni-waiting") for wait in waits]
         metrics.held_before_accept += 1
@@ -152,7 +154,9 @@ class HoldMiddleware:
         try:
             try:
                 connected = await hold.wait(
-                    lambda: request.until_disconnect(hold.keep), self._has_key(Headers(scope=scope))
+                    lambda: request.until_disconnect(hold.keep),
+                    self._has_key(Headers(scope=scope)),
+                    scope.get(LONGEST_HOLD, math.inf),
                 )
             finally:
                 hold.release(request.kept)

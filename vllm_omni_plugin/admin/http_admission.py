@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni_plugin.admin.hold import (
     CLIENT_CLOSED_REQUEST,
+    LONGEST_HOLD,
     BufferedRequest,
     error_response,
     is_request,
@@ -108,14 +109,13 @@ class DeferredResponse:
     """A response whose start may wait, made by one or several requests to the fleet.
 
     If its requests may be refused while they wait (`deferred`), the start is buffered until a request was submitted and
-    then something follows the start. Until then a `refusal` can still replace the response. `arrived` and `send_by`,
-    when engines must have its requests, are in monotonic seconds.
+    then something follows the start. Until then a `refusal` can still replace the response. `arrived` is in monotonic
+    seconds.
     """
 
-    def __init__(self, terms: RequestTerms, arrived: float, send: Send, deferred: bool, send_by: float) -> None:
+    def __init__(self, terms: RequestTerms, arrived: float, send: Send, deferred: bool) -> None:
         self.request_ids: list[str] = []
         self.refusal: RequestRefusedError | None = None
-        self.send_by = send_by
         self._terms = terms
         self._arrived = arrived
         self._send = send
@@ -161,12 +161,6 @@ def current_response() -> DeferredResponse | None:
     return _response.get()
 
 
-def time_left(now: float) -> float:
-    """Seconds in which an engine must have the requests of the current HTTP response; infinity without a deadline."""
-    response = _response.get()
-    return math.inf if response is None else response.send_by - now
-
-
 class AdmissionMiddleware:
     """Refuses requests before the application sees them, and turns later refusals into the correct status.
 
@@ -207,8 +201,8 @@ class AdmissionMiddleware:
             if (priority := _priority(body)) is not None:
                 refusal = admission.expected_refusal(terms, terms.allowed_priority(priority), now)
         if refusal is None:
-            send_by = now + admission.longest_wait_s(terms)
-            response = DeferredResponse(terms, now, send, admission.may_refuse(terms), send_by)
+            scope[LONGEST_HOLD] = admission.longest_wait_s(terms)
+            response = DeferredResponse(terms, now, send, admission.may_refuse(terms))
             refusal = await self._respond(response, scope, receive)
         else:
             admission.count(refusal)

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.admin_keys import publish_local_key
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
-from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers, time_left
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers
 from vllm_omni_plugin.admin.operator_actions import DRAINING
 from vllm_omni_plugin.admin.operator_calls import AbortEverywhereMiddleware, OperatorCallMiddleware, WorldSizeMiddleware
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
@@ -197,7 +197,6 @@ class FleetEndpoints:
             partial(_why_closed, fleet),
             fleet.graceful_shutdown.wait_until_ending,
             options.max_buffered_bytes,
-            lambda: time_left(time.monotonic()),
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_requests)
