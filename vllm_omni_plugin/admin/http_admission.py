@@ -60,7 +60,7 @@ class HttpAdmission:
 
 
 def request_terms(headers: Headers, tenant_headers: Sequence[str], has_key: bool = True) -> RequestTerms:
-    """Read the tenant and the timeout of a request. Raises `BadTimeoutError`."""
+    """Tenant and timeout of a request; without a valid key it is anonymous. Raises `BadTimeoutError`."""
     text = headers.get(_TIMEOUT)
     timeout_s = None if text is None else _seconds(text.decode("latin-1"))
     if not has_key:

@@ -291,7 +291,7 @@ class Admission:
         return own * active_weight > (self.backlog.tokens + more) * weight * (1 + 1e-9)
 
     def _limit_refusal(self, account: TenantAccount, now: float) -> RequestRefusedError | None:
-        """Why a tenant's own limits refuse a request."""
+        """The refusal by a tenant's own limit: requests in flight, else tokens per second; None if there is none."""
         heads = self._stage.heads
         if account.is_at_in_flight_limit(heads):
             limit = _limit_of(heads, f"max_in_flight {account.settings.max_in_flight}")

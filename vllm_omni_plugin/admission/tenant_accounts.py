@@ -124,7 +124,7 @@ class TenantAccounts:
         return iter(list(self._accounts.values()))
 
     def replace(self, config: AdmissionConfig) -> None:
-        """Apply the settings of another config to every account."""
+        """Apply another config to every account; tenants that are not in it any more may be forgotten."""
         self._config = config
         for name in ("", *config.tenants):
             self._accounts.setdefault(name, TenantAccount(name, config.default_tenant))

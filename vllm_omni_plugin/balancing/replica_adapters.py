@@ -65,7 +65,7 @@ class ReplicaAdapters(NamedTuple):
         return name in self.in_use or name in self.idle
 
     def cost(self, name: str, crowded: bool) -> float:
-        """See `adapter_costs`; `crowded`: there are more adapters than slots."""
+        """What this adapter costs here, see `adapter_costs`; `crowded`: there are more adapters than slots."""
         slots, in_use, idle = self
         if not slots or name in idle or name in islice(in_use, slots):
             return 0.0

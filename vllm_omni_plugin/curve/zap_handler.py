@@ -98,7 +98,7 @@ class HandshakeMonitor:
         self._is_idle = True
 
     def read_event(self) -> bool:
-        """Handle one event; return False after the last one."""
+        """Log a refused connection; cut one that took a reserved descriptor. Returns False after the last event."""
         event, value = struct.unpack("=Hi", self.reader.recv_multipart()[0])
         if event == zmq.EVENT_ACCEPTED and is_reserved(value):
             self._refusals.record(self._name, NO_DESCRIPTORS_LEFT)

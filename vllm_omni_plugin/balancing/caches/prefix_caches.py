@@ -257,7 +257,7 @@ class PrefixCaches:
             self._index.remove(bit, runs.undo(keys, known))
 
     def change(self, bit: int, change: CacheChange) -> None:
-        """Apply a report of an engine, or the loss of reports."""
+        """Apply an engine's report; after a loss of reports what is sent to it counts, until the next whole one."""
         if change.restart or not self.reporting >> bit & 1:
             self.clear(bit)
         if not change.complete:

@@ -186,7 +186,7 @@ class ConnectedHeads:
         return peer, frame
 
     def _open(self, peer: bytes, hello: wire.Hello, now: float) -> list[OutgoingFrame] | None:
-        """Give a head a session; older ones of it are ignored, and heads over `MAX_HEADS` or too new refused."""
+        """Give a head a session, unless it has a later one; over `MAX_HEADS` or of another version it is refused."""
         if not is_compatible(hello.protocol, wire.SESSION_PROTOCOL, wire.OLDEST_SESSION_PROTOCOL):
             raise WireError(
                 f"head {hello.head_id} speaks version {hello.protocol} and the coordinator version "

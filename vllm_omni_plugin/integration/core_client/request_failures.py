@@ -44,7 +44,7 @@ def forget_request(output_processor: Any, request_id: str) -> list[str]:
 
 
 def to_http(error: Exception) -> Exception:
-    """The error as one that vLLM's server returns with its status and message."""
+    """The error as one that vLLM's server returns: its status (500 if it is none of ours) and message."""
     match error:
         case NoReplicaError():
             status = HTTPStatus.SERVICE_UNAVAILABLE

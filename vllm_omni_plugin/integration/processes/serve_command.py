@@ -52,7 +52,7 @@ def run_headless(original: Any, args: argparse.Namespace) -> None:
 
 
 def run_api_servers(original: Any, args: argparse.Namespace) -> None:
-    """In place of vLLM's several API servers; raises SystemExit with our flags."""
+    """With our flags our own servers, Rust or several API servers, then SystemExit; else vLLM's."""
     options = parse_or_exit(args)
     if options is not None:
         from vllm import envs

@@ -262,7 +262,7 @@ class RustFrontEnd:
         ]
 
     def _can_load(self, adapter: Adapter) -> bool:
-        """It would not start with another one."""
+        """Not one named like a model, or with a blank name or path: `vllm-rs` would not start."""
         models = self._args.served_model_name or [self._args.model]
         return adapter.lora_name not in models and not adapter.lora_name.isspace() and not adapter.lora_path.isspace()
 

@@ -200,7 +200,7 @@ class RemoteReplicaKeeper:
         client.mark_dead("it has drained")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
-        """Wait before the next attempt; a change of the replica's row ends the wait."""
+        """Wait before the next attempt, or until the row changes; after a lasting refusal only that ends the wait."""
         refusal = reason if isinstance(reason, AttachRefusedError) else None
         self._differences = str(refusal) if refusal is not None and refusal.other_generation else ""
         self._show_generation()

@@ -56,7 +56,7 @@ class RemoteReplicas:
         self._closed = False
 
     def register(self, message: RegisterRemoteReplica) -> None:
-        """A replica is listed, or its row has changed."""
+        """A replica is listed, or its row has changed. Rows of one that was removed are ignored until it restarts."""
         info, key = message.info, ReplicaKey.of(message.info)
         if self._closed or info.incarnation <= self._dismissed.get(key, -1):
             return

@@ -272,7 +272,7 @@ class Dispatcher:
             self.finisher.fail_unexpectedly(run, unexpected)
 
     def _note_waited(self, place: Place) -> None:
-        """A run that has waited goes on, or ends."""
+        """A run that has waited goes on, or ends: count its hold time, its move, or the try of a paused engine."""
         now = self._head.clock()
         if place.reason in HELD:
             self._head.metrics.hold_time_seconds.observe(now - place.since)
@@ -330,7 +330,7 @@ class Dispatcher:
             self.finisher.complete(run)
 
     def _request_of(self, run: StageRun) -> Any:
-        """What the next attempt sends."""
+        """What the next attempt sends: the request, or its continuation after what was delivered."""
         request = run.request if run.attempts or run.first_request is None else run.first_request
         return request if run.move is Move.RESTART else self._api.continuation(request, run.move, run.produced)
 

@@ -96,7 +96,7 @@ def _may_be_held(waiting: WaitingRuns, stage: StageSituation, run: StageRun) -> 
 
 
 def _next_that_goes_on(waiting: WaitingRuns, stage: StageSituation, now: float) -> StageRun | None:
-    """The first run whose wait is over, or whose reason is gone."""
+    """The first run whose wait is over or whose reason is gone; in this order of reasons."""
     end = waiting.first_end()
     if end is not None and end[0] <= now:
         return end[1]

@@ -51,7 +51,7 @@ class Suspects:
                 self.update(replica_id)
 
     def allowed(self, run: StageRun) -> Sequence[PoolMember]:
-        """The serving replicas to which a run may go."""
+        """The serving replicas to which a run may go: after two crashes only those it has been at."""
         confined_to = run.confined_to if run.crash_losses else ()
         if not confined_to:
             return self._pool.serving

@@ -127,7 +127,7 @@ class FleetCalls:
         await self._share(told, partial(self._document.after_action, action, key), ())
 
     def handle(self, message: CoordinatorMessage) -> None:
-        """Handle a message of the coordinator about other heads or their calls."""
+        """Other heads' calls and documents: do this head's part, adopt a later document, send a later own one."""
         self.session.handle(message)
         match message:
             case Welcome() if self.state.version:
@@ -218,7 +218,7 @@ class FleetCalls:
         return since != self._changes_elsewhere or document not in (None, self.state)
 
     def _do_part(self, message: RelayedCall) -> None:
-        """Do this head's part of another head's call."""
+        """Do this head's part of another head's call: call the engines that only this head reaches, then report."""
         calls: list[StageCall] = []
         work: list[asyncio.Task[None]] = []
         try:

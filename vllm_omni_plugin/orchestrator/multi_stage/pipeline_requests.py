@@ -345,7 +345,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             self._fail(state, error)
 
     def _cut_short(self, state: PipelineRequestState, stage: Stage, output: Any) -> Any | None:
-        """Handle the last output of a request that its engine ended early."""
+        """An engine has ended a request early: paused (503), a stage's own error (400, 500), or given up."""
         if self._apis[stage.id].refused(output):
             self._fail(state, NoReplicaError(f"Stage {stage.name!r} is paused. Please try again later."))
             return None

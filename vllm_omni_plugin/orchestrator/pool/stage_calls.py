@@ -227,7 +227,7 @@ class StageCalls:
         return calls_between(told, self.state, told.is_paused if is_resting is None else is_resting)
 
     def _is_updated(self, member: PoolMember, state: StageState) -> bool:
-        """Whether an engine has the weights of the fleet."""
+        """Whether an engine has the fleet's weights; a fresh engine has, if they are those of the files."""
         weights = member.told.state.weights
         if not state.weights:
             return bool(weights) or not self._found_updated

@@ -63,7 +63,7 @@ class LoadLedger:
 
     @property
     def own(self) -> Work:
-        """This head's own part of the replica's work; an adapter that others use, too, is theirs."""
+        """This head's own part of the replica's work, with the adapters that its requests use."""
         others, in_use = self.others_work.adapters, self.adapters.in_use
         adapters = tuple([name for name, requests in in_use.items() if requests > (name in others)])
         return Work(self.requests - self.others, self.prefill_tokens - self._others_prefill_tokens, adapters)

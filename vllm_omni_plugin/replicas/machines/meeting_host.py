@@ -101,10 +101,10 @@ class MeetingHost(ABC):
     def handle(self, peer: bytes, report: MachineReport) -> None:
         self._send_all(self._meetings.report(peer, report, self._clock()))
         self._reported.set()
-        self._look()
+        self._end_if_broken()
 
     async def watch(self) -> None:
-        """Look for silent machines, until cancelled."""
+        """Look for silent machines, until cancelled. Not if this process was late itself: it has reports to read."""
         while True:
             due_at = self._clock() + self._interval
             await asyncio.sleep(self._interval)
@@ -112,13 +112,13 @@ class MeetingHost(ABC):
             # Reports that came while this process did not run are read first.
             if now - due_at <= self._interval:
                 self._meetings.tick(now)
-            self._look()
+            self._end_if_broken()
 
     @abstractmethod
     def _end_broken(self) -> None:
         """The meeting is broken; may be called more than once."""
 
-    def _look(self) -> None:
+    def _end_if_broken(self) -> None:
         if self._meetings.broken:
             self._end_broken()
 

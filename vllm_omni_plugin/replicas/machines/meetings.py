@@ -84,7 +84,7 @@ class Meetings:
         return [self._others[rank].report.address for rank in sorted(self._others)]
 
     def report(self, peer: bytes, report: MachineReport, now: float) -> Messages:
-        """Take a report; returns the answers."""
+        """Take a report; returns the answers. Of two processes with the same rank the later one stays."""
         if refusal := self.refusal(report):
             return [(peer, _refuse(refusal))]
         answers: Messages = []
@@ -128,7 +128,7 @@ class Meetings:
         return ""
 
     def missing(self, now: float) -> list[str]:
-        """The machines that cannot take part in a new meeting now, in words."""
+        """The machines that cannot meet now, in words: silent, still ending their workers, or not all ranks wait."""
         missing = []
         for rank in range(self._first_rank, self._machines):
             machine = self._others.get(rank)
@@ -155,7 +155,7 @@ class Meetings:
         return self._to_all()
 
     def _with_leaving(self) -> MeetingPlan:
-        """The plan, with what the machines that leave make of it."""
+        """The plan; once a machine leaves, all drain, and once all have drained, all leave."""
         reports = [self._others[rank].report for rank in (self._members if self.plan.meeting else self._others)]
         if not (self.plan.drain or any(report.leaving for report in reports)):
             return self.plan
@@ -166,7 +166,7 @@ class Meetings:
         return [(machine.peer, self.plan) for machine in self._others.values()]
 
     def refusal(self, report: MachineReport) -> str:
-        """Why the process that sends this report may not take part, or ""."""
+        """Why the process may not take part: its rank, another one in its place, or another setup; or ""."""
         if not self._first_rank <= report.rank < self._machines:
             return f"--node-rank {report.rank}: the first machine has --nnodes {self._machines}"
         if report.process in self._replaced:

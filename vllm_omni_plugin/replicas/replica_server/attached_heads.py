@@ -129,7 +129,7 @@ class AttachedHeads:
         self._resetting = False
 
     async def expire_leases(self) -> None:
-        """End leases that are not renewed, until cancelled."""
+        """End leases that are not renewed, until cancelled; an error ends no more than this turn."""
         interval = self._settings.heartbeat_interval
         while True:
             due_at = self._clock() + interval
