@@ -164,12 +164,13 @@ def test_a_folder_of_sockets_that_cannot_be_used_ends_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))
-    with pytest.raises(SystemExit):
-        check_or_exit(OmniConfig(), 1, 0, headless=False)
-    error = capsys.readouterr().err
-    assert "No such file or directory" in error
-    assert "name a writable folder with TMPDIR or VLLM_RPC_BASE_PATH" in error
-    # A head that has joined a fleet has no engines, and so no such sockets.
+    for replicas, rust_front_end in ((1, False), (0, True)):
+        with pytest.raises(SystemExit):
+            check_or_exit(OmniConfig(), replicas, 0, headless=False, rust_front_end=rust_front_end)
+        error = capsys.readouterr().err
+        assert "No such file or directory" in error
+        assert "name a writable folder with TMPDIR or VLLM_RPC_BASE_PATH" in error
+    # A head that has joined a fleet has no engines, and so no such sockets with vLLM's Python front end.
     check_or_exit(OmniConfig(), 0, 0, headless=False)
 
 

@@ -256,6 +256,17 @@ def test_with_any_free_port_the_operators_have_the_next_one(tiny_model: Path) ->
         assert admin_address(OmniConfig(), args) == (HERE, port + 1)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed")  # vLLM leaves it to the end of the process
+def test_a_taken_port_of_grpc_is_an_error_of_its_flag(tiny_model: Path) -> None:
+    with create_server_socket((HERE, 0), reuse_port=False) as taken, ExitStack() as resources:
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = [str(tiny_model), "--host", HERE, "--port", "0", "--grpc-port", str(port)]
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+        with pytest.raises(ConfigError, match=f"--grpc-port: {HERE} port {port} cannot be bound on this machine: Addr"):
+            listen(args, resources)
+
+
 async def test_a_taken_admin_port_leaves_nothing(start: Any) -> None:
     port = free_port()
     with create_server_socket((HERE, port), reuse_port=False) as taken:

@@ -26,21 +26,25 @@ LEAST_SHARED_MEMORY = 240 * 2**20
 """vLLM starts no worker where less is free: the size of its largest queue, of which most stays unused."""
 
 
-def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bool) -> None:
+def check_or_exit(
+    options: OmniConfig, replicas: int, workers: int, headless: bool, *, rust_front_end: bool = False
+) -> None:
     """Run `check_start`, log its warnings, and exit like argparse on its first error."""
-    for result in check_start(options, replicas, workers, headless):
+    for result in check_start(options, replicas, workers, headless, rust_front_end=rust_front_end):
         if result.level is Level.ERROR:
             exit_usage_error(ConfigError(result.text))
         if result.level is Level.WARNING:
             logger.warning("%s", result.text)
 
 
-def check_start(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[CheckResult]:
+def check_start(
+    options: OmniConfig, replicas: int, workers: int, headless: bool, *, rust_front_end: bool = False
+) -> Iterator[CheckResult]:
     """Check whether this machine has what a checked command line needs, with so many worker processes of vLLM."""
     yield check_node_files(replicas) if headless else check_head_files(replicas)
     if headless and replicas:
         yield from _ports(options, replicas)
-    if replicas or workers:
+    if replicas or workers or rust_front_end:
         yield check_socket_folder()
     if workers:
         yield check_shared_memory(workers)

@@ -1,8 +1,6 @@
 """Rules for our flags: which combinations are valid, and whether their files and addresses can be used."""
 
-import errno
 import ipaddress
-import os
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, OmniConfig, Side
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure, resolve
+from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure, not_bindable, resolve
 from vllm_omni_plugin.replicas.links.replica_ports import ADDRESS_FLAG, PortRange
 from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS
 
@@ -156,5 +154,4 @@ def _check_bindable(address: str, port: int, flag: str, hint_if_used: str = "") 
         socket.create_server((address, port), family=family).close()
     except OSError as error:
         where = f"{address} port {port}" if port else address
-        why = os.strerror(error.errno or 0) + (hint_if_used if error.errno == errno.EADDRINUSE else "")
-        raise ConfigError(f"argument {flag}: {where} cannot be bound on this machine: {why}") from error
+        raise not_bindable(flag, where, error, hint_if_used) from error

@@ -1,7 +1,9 @@
 """The addresses on which the processes of a fleet listen and find each other, and the secret of these links."""
 
 import argparse
+import errno
 import ipaddress
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +12,7 @@ from dataclasses import replace
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import user_secret
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
@@ -69,12 +72,29 @@ def coordinator_address(options: OmniConfig) -> str:
 def listen_for_clients(
     setup_server: Callable[..., tuple[str, socket.socket]], args: argparse.Namespace, *, reuse_port: bool
 ) -> tuple[str, socket.socket]:
-    """Call vLLM's `setup_server`. `args.port` 0 becomes the port that was bound, for all that is named after it."""
-    url, listening = setup_server(args, reuse_port=reuse_port)
+    """Call vLLM's `setup_server`; exits like argparse if the address cannot be bound.
+
+    `args.port` 0 becomes the port that was bound, for all that is named after it.
+    """
+    try:
+        url, listening = setup_server(args, reuse_port=reuse_port)
+    except OSError as error:
+        if args.uds:
+            exit_usage_error(not_bindable("--uds", args.uds, error, ": remove the file if no server uses it"))
+        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        exit_usage_error(not_bindable(flag, f"{args.host or '0.0.0.0'} port {args.port}", error))
     if not args.uds and not args.port:
         args.port = listening.getsockname()[1]
         url = f"{url.rpartition(':')[0]}:{args.port}"
     return url, listening
+
+
+def not_bindable(flag: str, where: str, error: OSError, hint_if_used: str = "") -> ConfigError:
+    """The error of a flag that names an address at which this process cannot listen. The hint: if another one does."""
+    # Python adds the address to the system's words, and those for names are not the system's.
+    why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+    hint = hint_if_used if error.errno == errno.EADDRINUSE else ""
+    return ConfigError(f"argument {flag}: {where} cannot be bound on this machine: {why}{hint}")
 
 
 def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:

@@ -37,8 +37,10 @@ def validate(original: Any, args: argparse.Namespace) -> None:
         leave_process_1()
         from vllm_omni_plugin.integration.checks.start_checks import check_or_exit
         from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
+        from vllm_omni_plugin.integration.options.compatibility import uses_rust_front_end
 
-        check_or_exit(options, *local_processes(args, options), bool(args.headless))
+        needs = local_processes(args, options)
+        check_or_exit(options, *needs, bool(args.headless), rust_front_end=uses_rust_front_end(args))
 
 
 def run_headless(original: Any, args: argparse.Namespace) -> None:

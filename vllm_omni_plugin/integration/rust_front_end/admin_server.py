@@ -32,6 +32,7 @@ from vllm_omni_plugin.integration.http.operator_state import (
     warn_of_open_access,
 )
 from vllm_omni_plugin.integration.options.admin_address import admin_address
+from vllm_omni_plugin.integration.options.listening import not_bindable
 from vllm_omni_plugin.integration.rust_front_end.model_prompts import ModelPrompts
 from vllm_omni_plugin.integration.rust_front_end.replica_statistics import ReplicaStatistics
 from vllm_omni_plugin.logger import init_logger
@@ -123,9 +124,7 @@ class AdminServer:
             # As vLLM's own server, the unspecified address of IPv6 takes IPv4, too.
             return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
         except OSError as error:
-            raise ConfigError(
-                f"argument --omni-admin-port: {host} port {port} cannot be bound on this machine: {error.strerror}"
-            ) from error
+            raise not_bindable("--omni-admin-port", f"{host} port {port}", error) from error
 
     def _add_routes(self, app: FastAPI) -> None:
         # The front end's unix socket (`--uds`) is not this server's.

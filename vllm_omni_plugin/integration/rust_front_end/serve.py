@@ -27,7 +27,7 @@ from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError
 from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.options.exit_status import exit_status_of
-from vllm_omni_plugin.integration.options.listening import listen_for_clients
+from vllm_omni_plugin.integration.options.listening import listen_for_clients, not_bindable
 from vllm_omni_plugin.integration.rust_front_end.admin_server import AdminServer
 from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reader
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink, FrontEndRules
@@ -250,7 +250,11 @@ def listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
     grpc = None
     if args.grpc_port is not None:
         # As vLLM does: beside HTTP, or on loopback if HTTP has a unix socket.
-        grpc = create_server_socket(("127.0.0.1" if args.uds else (args.host or ""), args.grpc_port), reuse_port=False)
+        host = "127.0.0.1" if args.uds else args.host or ""
+        try:
+            grpc = create_server_socket((host, args.grpc_port), reuse_port=False)
+        except OSError as error:
+            raise not_bindable("--grpc-port", f"{host or '0.0.0.0'} port {args.grpc_port}", error) from error
         resources.callback(grpc.close)
     return ListeningSockets(http, grpc)
 
