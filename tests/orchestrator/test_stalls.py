@@ -215,7 +215,7 @@ async def test_of_two_stalled_replicas_none_gets_the_others_requests(fleet: Fake
     assert stalled(fleet) == [0, 1]
     assert [len(link.added) for link in fleet.links.values()] == [1, 1]
     assert fleet.orchestrator.metrics.held == 2
-    assert "(replica 0 has stalled, replica 1 has stalled)" in str(fleet.pool.unavailable())
+    assert "(replica 0 is error: it has stalled, replica 1 is error: it has stalled)" in str(fleet.pool.unavailable())
 
 
 async def test_no_replica_stalls_with_a_timeout_of_0() -> None:

@@ -74,7 +74,7 @@ async def test_a_fresh_replica_waits_gets_the_next_complete_update_and_serves(
     first, second = await updated(fleet)
     fresh = await restart(fleet, first)
     assert fleet.statuses == [DRAINING, UP]
-    assert "Replica 0.0 gets no new requests: weights were updated before its engine started" in caplog.text
+    assert "Replica 0.0 gets no new requests: it waits for the next complete weight update" in caplog.text
     assert fresh.told.state.weights == "" != second.told.state.weights, "other heads hold it back, too"
     await update(fleet, calls)
     assert [args[0] for _, _, args in fresh.link.calls] == [args[1] for args in calls]
@@ -167,7 +167,9 @@ async def test_without_any_updated_replica_it_is_said_and_one_call_makes_the_fre
     said = [event for event in fleet.orchestrator.events.after() if event.kind == "old_weights"]
     assert {event.stage for event in said} == {0}
     assert "No replica that has the updated weights is left: stage 0 serves after the next complete" in caplog.text
-    assert "replica 0 waits for a weight update, replica 1 waits" in str(fleet.pool.unavailable())
+    assert "replica 0 is draining: it waits for the next complete weight update, replica 1 is" in str(
+        fleet.pool.unavailable()
+    )
     await fleet.submit("a")
     await update(fleet, [rpc("reload_weights")])
     assert fleet.statuses == [UP, UP]

@@ -31,10 +31,7 @@ CORDON_REASONS = {
     DRAIN_CORDON: ("its server shuts down", "its server is back"),
     ASLEEP_CORDON: ("it was found paused or asleep", "an operator pauses or resumes the fleet"),
     LATE_CORDON: ("its server answers late", "its server answers in time again"),
-    WEIGHTS_CORDON: (
-        "weights were updated before its engine started, so it waits for the next complete update",
-        "it has the updated weights",
-    ),
+    WEIGHTS_CORDON: ("it waits for the next complete weight update", "it has the updated weights"),
     STALL_CORDON: ("it has stalled", "its engine computes again"),
 }
 """Why a replica is cordoned and uncordoned, in words."""

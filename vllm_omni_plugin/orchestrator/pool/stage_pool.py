@@ -22,7 +22,7 @@ from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBindings
 from vllm_omni_plugin.orchestrator.pool.engine_refusals import EngineRefusals
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
-from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON, STALL_CORDON, WEIGHTS_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS, STALL_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
 from vllm_omni_plugin.orchestrator.pool.send_window import has_room
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
@@ -368,13 +368,10 @@ def _states(members: Collection[PoolMember]) -> str:
 
 
 def _state(member: PoolMember) -> str:
-    if STALL_CORDON in member.cordons:
-        return "has stalled"
-    if member.client is not None and WEIGHTS_CORDON in member.cordons:
-        return "waits for a weight update"
-    if member.client is not None and ASLEEP_CORDON in member.cordons:
-        return "is paused or asleep"
-    return f"is {member.state}"
+    # Of a replica that is lost, the others say nothing.
+    cordons = member.cordons if member.client is not None else member.cordons & {STALL_CORDON}
+    why = " and ".join(CORDON_REASONS[cordon][0] for cordon in sorted(cordons))
+    return f"is {member.state}: {why}" if why else f"is {member.state}"
 
 
 def _in_engine_s(run: StageRun, now: float) -> float | None:
