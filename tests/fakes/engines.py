@@ -105,11 +105,15 @@ class FakeEngine(FakeProcess):
     def receive(self) -> list[bytes]:
         return receive(self._sockets[0])
 
+    def disconnect(self) -> None:
+        """Close the sockets, as the system does with those of a process before it has exited."""
+        for socket in self._sockets:
+            socket.close()
+
     def close(self) -> None:
         self.process.die()
         os.close(self.process.sentinel)
-        for socket in self._sockets:
-            socket.close()
+        self.disconnect()
 
 
 @dataclass

@@ -1,18 +1,21 @@
 """An engine of the head itself: it must say that it is ready, and tells what it has cached as long as it lives."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.engines import FakeLauncher
 from tests.fakes.keeping import Keep
 from tests.replicas.cache_publisher import FakePublisher, Mirror, stored
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine import running_engine
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 
 
@@ -67,3 +70,40 @@ async def test_the_cache_of_a_local_engine_is_reported(
     await eventually(lambda: len(mirror.keys) == 1 and mirror.complete)
     await replica.close(executor, 0.0)
     publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("ended", "grace_s", "failed"),
+    [
+        ("it was ended by SIGSEGV", 60.0, True),
+        ("it was ended by SIGKILL", 60.0, False),
+        pytest.param("", 0.01, False, id="it does not exit"),
+    ],
+)
+async def test_the_exit_status_of_an_engine_counts_that_closes_its_sockets_first(
+    keep: Keep, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, ended: str, grace_s: float, failed: bool
+) -> None:
+    """Otherwise it depended on whether the head sent something just then, and a deadly request got a third engine."""
+    monkeypatch.setattr(running_engine, "EXIT_GRACE_S", grace_s)
+    launcher = keep(FakeLauncher())
+    replica = await start_local_engine(launcher, FakeEngineApi(), executor, 0, lambda _: None)
+    [engine] = launcher.engines
+    engine.disconnect()
+
+    def can_send() -> bool:
+        with suppress(ReplicaError):
+            replica.client.abort_requests(["a"])
+            return True
+        return False
+
+    await eventually(lambda: not can_send(), "the disconnect is seen")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not can_send()
+    if ended:
+        assert not replica.lost.done()
+        engine.exit_note = ended
+        engine.die()
+    reason = await asyncio.wait_for(replica.lost, 10)
+    assert (reason.endswith(f": {ended}" if ended else "unreachable"), replica.client.engine_failed) == (True, failed)
+    await replica.close(executor, 0.0)

@@ -184,7 +184,7 @@ class EngineKeeper(Generic[E]):
             ).run()
         finally:
             # A lost engine has no requests to finish, and neither have the other engines of its lockstep group.
-            await finish(engine.close(self.executor, 0.0 if engine.lost.done() else self._grace))
+            await finish(engine.close(self.executor, 0.0 if engine.client.is_dead else self._grace))
 
     async def _resume(self, engine: E) -> None:
         try:

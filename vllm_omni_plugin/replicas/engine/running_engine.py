@@ -22,6 +22,10 @@ _ENDED_FROM_OUTSIDE = re.compile(
 """Exits that are not crashes of the engine, so that no request is the cause. The out-of-memory killer sends SIGKILL;
 vLLM's processes exit with code 0 when they are shut down. The last line has reasons of `Meetings`."""
 
+EXIT_GRACE_S = 1.0
+"""Seconds in which a lost engine may still exit before its loss is reported. The system closes its sockets first, and
+only the exit status says whether a request may be the cause."""
+
 
 class Engine:
     """One engine. Made by `start_local_engine` or `start_served_engine`; lives on the loop that made it.
@@ -50,6 +54,8 @@ class Engine:
         self._listener: CacheListener | None = None
         self.client = EngineClient(link, codec, name, on_outputs, self._end, client_index=client_index)
         self.client.start()
+        self._reporting: asyncio.TimerHandle | None = None
+        self._reason = ""
         self._watching = True
         asyncio.get_running_loop().add_reader(process.sentinel, self._exited)
 
@@ -76,6 +82,8 @@ class Engine:
         Outputs are read until the engine has ended.
         """
         self._stop_watching()
+        if self._reporting is not None:
+            self._report()
         self.on_lost = lambda reason: None
         try:
             await asyncio.get_running_loop().run_in_executor(executor, partial(self._process.shutdown, timeout))
@@ -90,11 +98,23 @@ class Engine:
     def _exited(self) -> None:
         self._stop_watching()
         self.client.drain()
-        self.mark_lost(f"its engine process {self.pid} exited")
+        self._reason = f"its engine process {self.pid} exited"
+        self.mark_lost(self._reason)
+        self._report()
 
     def _end(self, reason: str) -> None:
+        self._reason = reason
+        if self._watching and not self.client.engine_failed and not self._process.exit_reason():
+            self._reporting = asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._report)
+        else:
+            self._report()
+
+    def _report(self) -> None:
         """Report the loss. Killed from outside, by the memory killer too, it is no crash that a request could cause."""
+        if self.lost.done():
+            return
         self._stop_watching()
+        reason = self._reason
         # Without an exit reason, the client's `engine_failed` stays what the engine itself reported.
         if ended := self._process.exit_reason():
             self.client.engine_failed = not _ENDED_FROM_OUTSIDE.search(ended)
@@ -103,6 +123,8 @@ class Engine:
         self.on_lost(reason)
 
     def _stop_watching(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
         if self._watching:
             self._watching = False
             asyncio.get_running_loop().remove_reader(self._process.sentinel)

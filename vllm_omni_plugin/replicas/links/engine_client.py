@@ -142,6 +142,10 @@ class EngineClient:
                 self.abort_requests([engine_request_id])
 
     @property
+    def is_dead(self) -> bool:
+        return self._dead_reason is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether a call is open that may block the engine's main loop for long."""
         return self._long_calls > 0
@@ -225,7 +229,7 @@ class EngineClient:
             raise
         except ReplicaError as error:
             # In the loop's next turn: the caller may be in the middle of sending other requests.
-            asyncio.get_running_loop().call_soon(self.mark_dead, str(error))
+            asyncio.get_running_loop().call_soon(self.mark_dead_after_grace, str(error))
             raise
 
     def _receive(self, frames: list[Any]) -> None:
