@@ -17,7 +17,7 @@ from vllm_omni_plugin.integration.core_client.server_state_sync import ServerSta
 from vllm_omni_plugin.integration.core_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate, complete
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as messages
 from vllm_omni_plugin.vllm_api.engine_messages.ready import apply_ready_responses
@@ -130,8 +130,7 @@ class FleetEventHandler:
             every = [*processor.request_states, *processor.parent_requests]
             aborted = processor.abort_requests(every, internal=True)
         self._abort(aborted)
-        if item.applied.set_running_or_notify_cancel():
-            item.applied.set_result(None)
+        complete(item.applied)
 
     def _output_failed(self, request_id: str, error: BaseException) -> None:
         logger.error("Request %s fails, because vLLM cannot process its output.", request_id, exc_info=error)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate, complete
 
 _ID_BITS = 53
 """Ids pass through JSON."""
@@ -47,8 +47,7 @@ class ServerStateSync:
             self._requests[adapter.lora_name] = msgspec.convert(msgspec.to_builtins(adapter), LoRARequest)
         if update.sleep_level is not None and self.loggers is not None:
             self.loggers.record_sleep_state(int(update.sleep_level > 0), update.sleep_level)
-        if update.applied.set_running_or_notify_cancel():
-            update.applied.set_result(None)
+        complete(update.applied)
 
 
 class AdapterIdCounter:

@@ -111,8 +111,3 @@ async def _is_same_folder(shared: Adapter, adapter: LoRARequest) -> bool:
     """Whether the paths are equal, apart from links, which the front end resolves in those that it is given."""
     one, other = [await asyncio.to_thread(os.path.realpath, path) for path in (shared.lora_path, adapter.lora_path)]
     return one == other
-
-
-def complete(applied: "Future[None]") -> None:
-    if applied.set_running_or_notify_cancel():
-        applied.set_result(None)

@@ -24,11 +24,11 @@ from vllm_omni_plugin.errors import (
     WireError,
 )
 from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
-from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import FleetAdapters, complete
+from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import FleetAdapters
 from vllm_omni_plugin.integration.rust_front_end.front_end_calls import FrontEndCalls
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate, complete
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,

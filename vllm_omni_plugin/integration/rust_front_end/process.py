@@ -19,11 +19,11 @@ from vllm.utils.network_utils import ZmqListener, make_zmq_listener
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.rust_front_end.command import front_end_command
-from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import complete
 from vllm_omni_plugin.integration.rust_front_end.front_end_http import FrontEndHttp
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import complete
 from vllm_omni_plugin.other_loop import call_on
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter

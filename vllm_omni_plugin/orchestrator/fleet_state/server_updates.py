@@ -41,3 +41,9 @@ async def notify(put: Callable[[Any], None], update: EngineStateUpdate | Aborted
         with suppress(TimeoutError):
             async with asyncio.timeout(_APPLY_TIMEOUT_S):
                 await asyncio.wrap_future(update.applied)
+
+
+def complete(applied: "Future[None]") -> None:
+    """The front end has applied an update; nobody waits for it any more if it took too long."""
+    if applied.set_running_or_notify_cancel():
+        applied.set_result(None)
