@@ -104,6 +104,13 @@ def test_requests_that_cannot_be_scheduled_yet_wait_too() -> None:
     assert EngineApi().load_report(EngineCoreOutputs()) is None
 
 
+def test_a_message_whose_load_is_cleared_reports_an_idle_engine() -> None:
+    stats = SchedulerStats(num_running_reqs=4, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
+    outputs = EngineCoreOutputs(scheduler_stats=stats)
+    assert EngineApi().load_report(outputs, clear=True) == LoadReport(3, 4, 0.5)
+    assert EngineApi().load_report(outputs) == LoadReport(0, 0, 0.0)
+
+
 @pytest.mark.parametrize("usage", [math.nan, math.inf, -math.inf, -0.5, 7.0])
 def test_an_invalid_kv_usage_is_zero(usage: float) -> None:
     report = EngineApi().load_report(EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_cache_usage=usage)))

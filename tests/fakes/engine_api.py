@@ -121,8 +121,10 @@ class FakeEngineApi:
         cached: int | None = output.cached
         return cached
 
-    def load_report(self, outputs: Any) -> LoadReport | None:
+    def load_report(self, outputs: Any, clear: bool = False) -> LoadReport | None:
         running = outputs.scheduler_stats
+        if clear and running is not None:
+            outputs.scheduler_stats = 0
         return None if running is None else LoadReport(0, running, running / 100)
 
     def engine_size(self, ready_response: bytes) -> EngineSize:

@@ -154,3 +154,28 @@ async def test_a_closed_orchestrator_refuses_and_survives_late_outputs() -> None
     for queue in queues:
         with pytest.raises(QueueClosedError):
             queue.put(None)
+
+
+@pytest.mark.parametrize("ends", ["in a message", "by an abort"])
+async def test_gauges_of_a_shared_engine_are_0_while_this_head_has_no_request_there(ends: str) -> None:
+    """Its reports go to one head at a time: none may come that corrects the last one."""
+    async with FakeFleet(replicas=1) as fleet:
+        fleet.pool.member(0).remote = True
+        queue = fleet.orchestrator.front_end.output_async_queue
+
+        async def reported() -> tuple[int, int]:
+            await eventually(lambda: len(queue) > 0, "a report")
+            await fleet.read()
+            return fleet.statistics[-1]
+
+        await fleet.submit("a")
+        link, attempt = fleet.attempt("a")
+        link.output(attempt, running=3)
+        assert await reported() == (0, 3)
+        if ends == "by an abort":
+            await fleet.abort("a")
+        else:
+            link.output(attempt, finish_reason="stop", running=2)
+        assert await reported() == (0, 0)
+        link.report(running=2)
+        assert await reported() == (0, 0)

@@ -113,6 +113,7 @@ class Orchestrator:
         head = HeadContext(clock, self.metrics, self._wake_at, MoveBudget(clock), gate)
         self._dispatchers, self._stalls = list[Dispatcher](), list[StallWatch]()
         for pool, api, calls in zip(stage_pools, apis, self.stage_calls, strict=True):
+            pool.on_idle = lambda index: self.front_end.give_later(apis[0].idle_report(index))
             stalls = StallWatch(api, rules.stall_timeout, calls.is_halted, self._wake_at, clock)
             self._stalls.append(stalls)
             # A prefill that cannot be assigned at once is skipped: the decode stage computes the prompt.
@@ -182,7 +183,7 @@ class Orchestrator:
         if ended:
             self._runs_ended(stage_id, ended)
         outputs.outputs = requests.accept_outputs(stage_id, accepted) if accepted else []
-        report = self._apis[stage_id].load_report(outputs)
+        report = self._apis[stage_id].load_report(outputs, clear=not member.in_flight)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
             self._put(outputs)
@@ -285,7 +286,6 @@ class Orchestrator:
         if moved:
             self.events.record(EventKind.MOVE, reason, member, requests=moved)
         self._runs_ended(member.stage_id, ended)
-        self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
     def update_other_heads_work(self, member: PoolMember, work: Work | None) -> None:
         """The other heads' work at a replica has changed, see `StagePool.set_others_work`: it may have room now."""

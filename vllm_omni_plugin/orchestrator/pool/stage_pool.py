@@ -106,6 +106,8 @@ class StagePool:
         self._promised_tokens = 0
         # Called with the id of a replica whose caches are gone: it is lost, has drained, or has cleared them.
         self.on_caches_gone: Callable[[int], None] = lambda replica_id: None
+        # Called with the index of an engine that is lost, or that this head's last request has left, if it is remote.
+        self.on_idle: Callable[[int], None] = lambda engine_index: None
         self.members: tuple[PoolMember, ...] = ()
         self.departed: Mapping[int, tuple[int, int, int, int]] = {}
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self.unreported)
@@ -187,6 +189,7 @@ class StagePool:
             if self.exchange is not None:
                 self.exchange.remove_member(member)
         self.on_caches_gone(member.replica_id)
+        self.on_idle(member.engine_index)
         member.notify_if_idle()
         return orphans
 
@@ -306,6 +309,8 @@ class StagePool:
         self._count(member)
         if self.exchange is not None:
             self.exchange.changed(member)
+        if member.remote and not member.in_flight:
+            self.on_idle(member.engine_index)
         if run.ended and not run.sent and run.decision.by_policy:
             self._policy.notify("assignment_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]

@@ -148,15 +148,23 @@ class EngineApi:
             outputs=[EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.STOP)]
         )
 
-    def load_report(self, outputs: Any) -> LoadReport | None:
-        """The engine's load; None if the message does not contain it."""
+    def load_report(self, outputs: Any, clear: bool = False) -> LoadReport | None:
+        """The engine's load; None if the message does not contain it.
+
+        Args:
+            clear: change the message, whose readers shall take the engine for idle: a head without requests there may
+                get no other report that corrects this one.
+        """
         stats = outputs.scheduler_stats
         if stats is None:
             return None
-        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        waiting, running = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs, stats.num_running_reqs
         usage = stats.kv_cache_usage
+        if clear:
+            stats.num_waiting_reqs = stats.num_skipped_waiting_reqs = stats.num_running_reqs = 0
+            stats.kv_cache_usage = 0.0
         # An engine may divide by zero blocks. A NaN would make every later comparison false.
-        return LoadReport(waiting, stats.num_running_reqs, usage if 0.0 <= usage <= 1.0 else 0.0)
+        return LoadReport(waiting, running, usage if 0.0 <= usage <= 1.0 else 0.0)
 
     def cut_short(self, output: Any) -> bool:
         """Whether the output ends its request early, with all turns of a streaming-input session."""
@@ -188,7 +196,7 @@ class EngineApi:
         return moving.how_to_move(request, self._custom_processors)
 
     def idle_report(self, engine_index: int) -> Any:
-        """The `EngineCoreOutputs` of an idle engine, which resets the gauges of an engine that is gone."""
+        """The `EngineCoreOutputs` of an idle engine, for the gauges of one that may report nothing any more."""
         return EngineCoreOutputs(engine_index=engine_index, scheduler_stats=SchedulerStats())
 
 
