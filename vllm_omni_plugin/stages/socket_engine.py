@@ -140,6 +140,7 @@ class SocketEngine(ABC):
         self._after_message()
 
     def _answer(self, client_index: int, call_id: int, method: str, args: list[Any]) -> None:
+        """Answer a call; one that pauses and waits is answered once nothing is computed."""
         try:
             answer = self._codec.encode_result(call_id, self._call(method, args))
         except Exception as error:  # every error of a call goes to its caller, as in vLLM

@@ -118,7 +118,7 @@ class PrefixBalancer(DecidingBalancer):
         self._caches.undo_estimate(bit, keys, decision.matched_tokens // size)
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
-        # The answer is cached, too.
+        """The answer is cached, too, as the engine reports it or as is estimated."""
         prompt, answer = task.get("prompt", NO_PROMPT), task.get("answer_ids", ())
         bit, size, blocks = self._bits.cache(replica)
         if self._caches.reporting >> bit & 1:

@@ -42,6 +42,7 @@ class SessionBalancer(DecidingBalancer):
         self._table = RendezvousTable()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        """The session's replica up to its bound, else the next one; without a session the shortest queue."""
         require_replicas(replicas)
         session = task.get("session")
         if not session:

@@ -319,6 +319,7 @@ class FrontEndLink(FrontEnd):
             self._send(self._codec.encode_refusal(request_id, str(error), retryable=retryable))
 
     def _abort_for_operator(self, client_ids: Sequence[str]) -> None:
+        """Abort requests by their clients' ids, or all without ids, and tell the front end."""
         wanted = set(client_ids)
         aborted = [
             request_id

@@ -235,6 +235,7 @@ class RustFrontEnd:
             await process.end()
 
     async def _start_standby(self) -> None:
+        """Start a standby, unless one is ready; one that has ended or has other adapters is replaced."""
         standby = self._standby
         if self._stopping.is_set() or (standby is not None and self._is_ready(standby)):
             return

@@ -386,6 +386,7 @@ class Dispatcher:
         self._take_steps()
 
     def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
+        """Let a run of a lost replica wait to move; fail it if it cannot, end it if only its end was missing."""
         move = self._api.how_to_move(run.request)
         error = run.lose_replica(loss, self._rules.migration_limit, move, self._api.vocabulary)
         if error is not None:

@@ -103,6 +103,7 @@ class Engine:
         self._report()
 
     def _end(self, reason: str) -> None:
+        """Report the loss, but wait up to `EXIT_GRACE_S` for an exit that tells whether it was a crash."""
         self._reason = reason
         if self._watching and not self.client.engine_failed and not self._process.exit_reason():
             self._reporting = asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._report)

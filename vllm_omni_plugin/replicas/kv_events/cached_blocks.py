@@ -69,6 +69,7 @@ class CachedBlocks:
         self._hashes.clear()
 
     def _store(self, event: BlockStored) -> list[int]:
+        """Keys of new blocks; none for blocks whose tokens or parent are not known."""
         parent = ROOT if event.parent_block_hash is None else self._keys.get(event.parent_block_hash)
         width = event.block_size * _TOKEN_BYTES
         tokens = memoryview(pack_tokens(event.token_ids))

@@ -231,6 +231,7 @@ class GroupMachine(OtherMachine):
             await self._loop.create_future()
 
     def _follow(self, plan: MeetingPlan) -> None:
+        """Drain, leave or break up as the first machine says; ranks that may leave end by themselves."""
         if plan.drain:
             self._drain()
         if self._ranks is not None:

@@ -249,6 +249,7 @@ class OtherMachine:
             self._follow(message)
 
     def _follow(self, plan: MeetingPlan) -> None:
+        """Start or end workers as the first machine says; a machine that leaves starts none."""
         if self._leaving and not self._attendance.running:
             # Nobody would end what is started now.
             return

@@ -232,6 +232,7 @@ class RemoteReplica:
             self._control.send(kind(self._lease))
 
     def _on_message(self, message: wire.FromServer) -> None:
+        """Handle a server's message. A status out of service, or the lease's end, loses the replica."""
         match message:
             case wire.Attached() | wire.AttachRefused():
                 if not self._answer.done():

@@ -50,6 +50,7 @@ class TextReader(TokenReader):
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def _read(self, output: Any, ended: bool) -> StageOutput:
+        """Text and tokens up to a stop string or stop token, and these only if the client wants to see them."""
         detokenizer = self._detokenizer
         before = detokenizer.num_output_tokens()
         stop_string = detokenizer.update(output.new_token_ids, output.finish_reason == FinishReason.STOP)
