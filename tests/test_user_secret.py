@@ -214,7 +214,7 @@ def test_file_gives_one_secret_per_line_that_is_not_empty(tmp_path: Path) -> Non
 
 def test_only_a_file_that_others_cannot_access_is_accepted(tmp_path: Path) -> None:
     for mode in (0o604, 0o640, 0o620, 0o602, 0o610, 0o644, 0o666):
-        with pytest.raises(ConfigError, match=f"--omni-secret-file .*mode {mode:04o}.*chmod 600"):
+        with pytest.raises(ConfigError, match=f"argument --omni-secret-file: .*mode {mode:04o}.*chmod 600"):
             Secrets.from_file(secret_file(tmp_path, OLD.encode(), mode))
     for mode in (0o600, 0o700, 0o400):
         assert Secrets.from_file(secret_file(tmp_path, OLD.encode(), mode)).count == 1
@@ -234,13 +234,13 @@ def test_only_a_file_that_others_cannot_access_is_accepted(tmp_path: Path) -> No
 )
 def test_file_with_other_content_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
     path = secret_file(tmp_path, content)
-    with pytest.raises(ConfigError, match=f"--omni-secret-file {path}: .*{problem}") as caught:
+    with pytest.raises(ConfigError, match=f"argument --omni-secret-file: {path}: .*{problem}") as caught:
         Secrets.from_file(path)
     assert OLD not in str(caught.value)
 
 
 def test_file_that_is_missing_or_not_regular_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--omni-secret-file .*No such file"):
+    with pytest.raises(ConfigError, match=r"argument --omni-secret-file: .*: No such file"):
         Secrets.from_file(tmp_path / "absent")
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):

@@ -240,7 +240,7 @@ def test_arguments_and_environment_contain_neither_the_secret_nor_its_path(tmp_p
 
 def test_process_with_a_bad_secret_file_is_a_config_error(tmp_path: Path) -> None:
     path = write_secret(tmp_path / "secret", OLD_LINE, mode=0o644)
-    with pytest.raises(ConfigError, match=r"--omni-secret-file .*chmod 600"):
+    with pytest.raises(ConfigError, match=r"argument --omni-secret-file: .*chmod 600"):
         OmniCoordinatorRuntime(secret_file=path)
 
 

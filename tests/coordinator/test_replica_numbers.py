@@ -56,6 +56,14 @@ class Tables:
         return {event.input_addr[len("tcp://") : -len(":1")]: self.ids.id_of(event) for event in events}
 
 
+def test_a_number_that_another_replica_has_is_said_once_whatever_becomes_of_the_connection() -> None:
+    tables = Tables()
+    assert tables.announce("a", "n/0", 0, incarnation=1, sequence=1) == []
+    for incarnation, expected in ((1, [0]), (2, []), (3, [])):
+        assert tables.announce("b", "m/0", 0, incarnation=incarnation, sequence=1) == expected
+        tables.announce("b", "m/0", 0, incarnation=incarnation, sequence=2, status=DOWN)
+
+
 slots = st.sampled_from(["n/0", "n/1", "m/0", ""])
 
 

@@ -94,7 +94,7 @@ async def test_a_replica_that_was_late_and_lost_is_not_said_to_answer_in_time_be
 ) -> None:
     (replica,) = await fleet.joined(row(1))
     replica.on_late(True)
-    assert "(replica 0 is draining: its server answers late)" in str(fleet.pool.unavailable())
+    assert "(replica 0 gets no new requests: its server answers late)" in str(fleet.pool.unavailable())
     fleet.may_attach.clear()
     replica.client.mark_dead("its machine does not answer")
     await eventually(lambda: fleet.attaching == 1)

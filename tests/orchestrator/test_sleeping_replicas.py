@@ -41,7 +41,7 @@ async def test_it_is_not_woken_and_gets_no_requests_until_an_operator_wakes_the_
     await fleet.submit("a")
     assert (called(replica), replica.link.added) == ([], [])
     assert fleet.pool.members[0].cordons == {"asleep"}
-    assert "(replica 0 is draining: it was found paused or asleep)" in str(fleet.pool.unavailable())
+    assert "(replica 0 gets no new requests: it was found paused or asleep)" in str(fleet.pool.unavailable())
     await fleet.call("wake_up", None)
     assert called(replica) == [("wake_up", [None])]
     await eventually(lambda: replica.link.added)

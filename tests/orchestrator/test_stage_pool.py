@@ -93,7 +93,10 @@ def test_an_affinity_key_whose_replica_is_lost_goes_to_one_that_serves() -> None
     [
         ([], "No replica of stage 2 can serve right now (it has none). Please try again later."),
         ([ReplicaStatus.DOWN, ReplicaStatus.ERROR], "(replica 0 is down, replica 1 is error)"),
-        ([ReplicaStatus.ERROR] * 3 + [ReplicaStatus.DOWN] * 9, "(of its replicas 9 are down, 3 are error)"),
+        (
+            [ReplicaStatus.ERROR] * 3 + [ReplicaStatus.DOWN] * 9 + [ReplicaStatus.DRAINING] * 2,
+            "(of its replicas 9 are down, 2 get no new requests, 3 are error)",
+        ),
     ],
 )
 def test_an_error_names_the_states_of_replicas_that_cannot_serve(statuses: list[ReplicaStatus], expected: str) -> None:

@@ -167,9 +167,8 @@ async def test_without_any_updated_replica_it_is_said_and_one_call_makes_the_fre
     said = [event for event in fleet.orchestrator.events.after() if event.kind == "old_weights"]
     assert {event.stage for event in said} == {0}
     assert "No replica that has the updated weights is left: stage 0 serves after the next complete" in caplog.text
-    assert "replica 0 is draining: it waits for the next complete weight update, replica 1 is" in str(
-        fleet.pool.unavailable()
-    )
+    why = "gets no new requests: it waits for the next complete weight update"
+    assert f"(replica 0 {why}, replica 1 {why})" in str(fleet.pool.unavailable())
     await fleet.submit("a")
     await update(fleet, [rpc("reload_weights")])
     assert fleet.statuses == [UP, UP]

@@ -69,13 +69,14 @@ class Secrets:
     @classmethod
     def from_file(cls, path: str | Path) -> "Secrets":
         """Read a private file with one secret per line. Raises `ConfigError` for a bad file or invalid secrets."""
-        secrets = read_key_file(path, f"{FLAG} {path}", private=True)
+        place = f"argument {FLAG}: {path}"
+        secrets = read_key_file(path, place, private=True)
         if not secrets:
-            raise ConfigError(f"{FLAG} {path}: it is empty")
+            raise ConfigError(f"{place}: it is empty")
         try:
             return cls(secrets)
         except ConfigError as error:
-            raise ConfigError(str(error).replace(FLAG, f"{FLAG} {path}", 1)) from error
+            raise ConfigError(str(error).replace(FLAG, place, 1)) from error
 
     @property
     def count(self) -> int:

@@ -43,7 +43,7 @@ _LINES = {
         "tried there gets a token.",
     ),
     EventKind.LOST: (logging.ERROR, "%(who)s is lost (%(reason)s) with %(requests)d requests in flight."),
-    EventKind.MOVE: (logging.INFO, "%(who)s is lost: %(requests)d of its requests continue on other replicas."),
+    EventKind.MOVE: (logging.INFO, "%(who)s is lost: %(requests)d of its requests continue once others take them."),
     EventKind.DRAIN: (logging.INFO, "%(who)s gets no new requests: %(reason)s."),
     EventKind.RESUME: (logging.INFO, "%(who)s may get new requests again: %(reason)s."),
     EventKind.REFUSE: (logging.WARNING, "%(who)s cannot be attached to: %(reason)s"),

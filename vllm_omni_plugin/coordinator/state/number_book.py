@@ -47,9 +47,7 @@ class NumberBook:
 
     def claim(self, scope: int, key: ReplicaKey, host_slot: str, wanted: int) -> int:
         """Return the number of a present replica: ``wanted`` unless that is below ``first`` or of another one."""
-        scoped: _Scoped = scope, host_slot or key
-        if self._holders.get(scoped, key) != key:
-            scoped = scope, key
+        scoped = self._name_of(scope, key, host_slot)
         if self._claimed.get(key, scoped) != scoped:
             self.release(key)
         is_free = wanted >= self._first.get(scope, 0) and not self._is_present(scope, wanted)
@@ -72,9 +70,17 @@ class NumberBook:
             del self._holders[scoped]
             self._set_absent(scoped)
 
+    def knows(self, scope: int, key: ReplicaKey, host_slot: str) -> bool:
+        """Whether a replica, present or not, has a number."""
+        return self._name_of(scope, key, host_slot) in self._numbers
+
     def number_of(self, key: ReplicaKey) -> int | None:
         scoped = self._claimed.get(key)
         return None if scoped is None else self._numbers[scoped]
+
+    def _name_of(self, scope: int, key: ReplicaKey, host_slot: str) -> _Scoped:
+        scoped: _Scoped = scope, host_slot or key
+        return scoped if self._holders.get(scoped, key) == key else (scope, key)
 
     def _is_present(self, scope: int, number: int) -> bool:
         name = self._names.get((scope, number))
@@ -113,7 +119,7 @@ class ReplicaNumbers:
         return tuple([self._book.prepare(_FLEET, host_slot) for host_slot in host_slots])
 
     def record(self, changes: Iterable[Change]) -> list[ReplicaEvent]:
-        """Record the numbers that replicas announce. Returns the new replicas whose number another one has."""
+        """Record the numbers that replicas announce. Returns those whose number another one has, each name once."""
         conflicts = []
         for change in changes:
             event = change.member.event
@@ -121,7 +127,7 @@ class ReplicaNumbers:
             if change.member.liveness in (Liveness.DEAD, Liveness.LEFT):
                 self._book.release(key)
             elif change.alters_list and event.number >= 0:
-                is_new = self._book.number_of(key) is None
+                is_new = not self._book.knows(_FLEET, key, event.host_slot)
                 if self._book.claim(_FLEET, key, event.host_slot, event.number) != event.number and is_new:
                     conflicts.append(event)
         return conflicts

@@ -368,7 +368,10 @@ def _states(members: Collection[PoolMember]) -> str:
         return "it has none"
     if len(members) > _MAX_DESCRIBED:
         counts = Counter(member.state for member in members)
-        return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
+        return "of its replicas " + ", ".join(
+            f"{count} {'get no new requests' if state == ReplicaStatus.DRAINING else f'are {state}'}"
+            for state, count in sorted(counts.items())
+        )
     return ", ".join(f"replica {member.replica_id} {_state(member)}" for member in members)
 
 
@@ -376,7 +379,9 @@ def _state(member: PoolMember) -> str:
     # Of a replica that is lost, the others say nothing.
     cordons = member.cordons if member.client is not None else member.cordons & {STALL_CORDON}
     why = " and ".join(CORDON_REASONS[cordon][0] for cordon in sorted(cordons))
-    return f"is {member.state}: {why}" if why else f"is {member.state}"
+    # Cordoned for any reason: a replica that an operator has paused does not drain.
+    state = "gets no new requests" if member.state == ReplicaStatus.DRAINING else f"is {member.state}"
+    return f"{state}: {why}" if why else state
 
 
 def _in_engine_s(run: StageRun, now: float) -> float | None:
