@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.balancing import MediaSpan, Prompt
+from vllm_omni_plugin.balancing import CacheChange, MediaSpan, Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, block_key, pack_tokens, prompt_keys
 from vllm_omni_plugin.balancing.caches.prefix_caches import BlockIndex, PrefixCaches
 from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, sample_bits
@@ -93,6 +93,20 @@ def test_undoing_a_prompt_keeps_older_blocks_and_those_of_later_prompts(
     # A prompt with the same blocks cannot be distinguished from the undone one.
     if not any(word.startswith(withdrawn) or withdrawn.startswith(word) for word in after):
         assert matches(caches, chain(prompt)).get(0, 0) == leading(held, chain(prompt))
+
+
+def test_a_replica_that_reports_more_blocks_than_it_has_is_estimated_until_its_next_restart() -> None:
+    """Whoever has the secret could fill the memory of all heads otherwise."""
+    caches, made_up = PrefixCaches(), range(1, 20_001)
+    caches.change(0, CacheChange(restart=True), 1000)
+    for begin in range(0, len(made_up), 1000):
+        caches.change(0, CacheChange(made_up[begin : begin + 1000]), 1000)
+        assert sum(bool(matches(caches, [key])) for key in made_up) < 8000
+    assert caches.reporting == 0
+    caches.estimate(0, chain("aba"), 1000)
+    assert matches(caches, chain("aba")) == {0: 3}
+    caches.change(0, CacheChange(chain("ab"), restart=True), 1000)
+    assert (matches(caches, chain("aba")), caches.reporting) == ({0: 2}, 1)
 
 
 def test_sampled_bits_are_distinct_and_cover_the_mask() -> None:

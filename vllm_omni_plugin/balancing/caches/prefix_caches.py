@@ -111,6 +111,8 @@ class BlockIndex:
 
 _FEWEST_RUNS = 64
 _SHORTEST_COMPACTED = 1024
+_MOST_REPORTED = 2
+"""Of a replica's blocks. Models with several kinds of attention may also report parts of a block."""
 
 
 class EstimatedCache:
@@ -199,6 +201,8 @@ class PrefixCaches:
 
     def __init__(self) -> None:
         self.reporting = 0
+        # A mask like `reporting`.
+        self._overfull = 0
         self._index = BlockIndex()
         self._estimated: defaultdict[int, EstimatedCache] = defaultdict(EstimatedCache)
         # By bit: the reported keys, so that a cache can be cleared. Removed keys stay until the next compaction.
@@ -256,8 +260,13 @@ class PrefixCaches:
         if not self.reporting >> bit & 1 and (runs := self._estimated.get(bit)) is not None:
             self._index.remove(bit, runs.undo(keys, known))
 
-    def change(self, bit: int, change: CacheChange) -> None:
-        """Apply an engine's report; after a loss of reports what is sent to it counts, until the next whole one."""
+    def change(self, bit: int, change: CacheChange, capacity: int) -> None:
+        """Apply a report of an engine with memory for `capacity` blocks; after a loss of reports what is sent to it
+        counts, until the next whole one. An engine that reports many more blocks than it has counts as one of these."""
+        if change.restart:
+            self._overfull &= ~(1 << bit)
+        elif self._overfull >> bit & 1:
+            return
         if change.restart or not self.reporting >> bit & 1:
             self.clear(bit)
         if not change.complete:
@@ -267,7 +276,10 @@ class PrefixCaches:
         self._index.remove(bit, change.removed)
         self._store(bit, change.stored)
         # Not in `send`, because a request waits for that.
-        self._compact(bit)
+        if self._compact(bit) > _MOST_REPORTED * capacity:
+            self.forget(bit)
+            self._overfull |= 1 << bit
+            return
         if expected := self._expected.get(bit):
             for key in (*change.removed, *change.stored):
                 expected.pop(key, None)
@@ -283,12 +295,16 @@ class PrefixCaches:
         """Drop a lost replica, so that its bit can be reused."""
         self.clear(bit)
         self.reporting &= ~(1 << bit)
+        self._overfull &= ~(1 << bit)
 
     def _store(self, bit: int, keys: Sequence[int]) -> None:
         self._stored.setdefault(bit, array("Q")).extend(self._index.store(bit, keys))
 
-    def _compact(self, bit: int) -> None:
+    def _compact(self, bit: int) -> int:
+        """Forget removed keys when there are many. Returns how many keys are left then, else 0."""
         stored = self._stored[bit]
-        if len(stored) > self._compacted_from.get(bit, _SHORTEST_COMPACTED):
-            held = self._stored[bit] = array("Q", {key for key in stored if self._index.has(bit, key)})
-            self._compacted_from[bit] = 2 * len(held) + _SHORTEST_COMPACTED
+        if len(stored) <= self._compacted_from.get(bit, _SHORTEST_COMPACTED):
+            return 0
+        held = self._stored[bit] = array("Q", {key for key in stored if self._index.has(bit, key)})
+        self._compacted_from[bit] = 2 * len(held) + _SHORTEST_COMPACTED
+        return len(held)

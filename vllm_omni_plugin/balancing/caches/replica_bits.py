@@ -10,6 +10,8 @@ from vllm_omni_plugin.balancing.replica_load import load_of
 
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_KV_BLOCKS = 8192
+_MOST_BLOCKS = 2**22
+"""More are not followed, whatever a replica says that it has. Each costs a head some 100 bytes."""
 
 
 class FleetBits(NamedTuple):
@@ -45,7 +47,8 @@ class ReplicaBits:
         if cache is None:
             bit = heappop(self._freed) if self._freed else len(self._caches)
             load = load_of(replica)
-            cache = ReplicaCache(bit, load.block_size or _DEFAULT_BLOCK_SIZE, load.kv_blocks or _DEFAULT_KV_BLOCKS)
+            blocks = min(load.kv_blocks or _DEFAULT_KV_BLOCKS, _MOST_BLOCKS)
+            cache = ReplicaCache(bit, load.block_size or _DEFAULT_BLOCK_SIZE, blocks)
             self._caches[identity] = cache
         return cache
 

@@ -135,7 +135,8 @@ class PrefixBalancer(DecidingBalancer):
         self._caches.clear(self._bits.cache(replica).bit)
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
-        self._caches.change(self._bits.cache(replica).bit, change)
+        bit, _, blocks = self._bits.cache(replica)
+        self._caches.change(bit, change, blocks)
 
     def _levels(self, prompt: Prompt, fleet: FleetBits) -> list[Level]:
         """Matched tokens, and the bit mask of the replicas that have so many cached; longest match first."""
