@@ -155,8 +155,12 @@ def test_a_pipeline_without_an_output_that_answers_prompts_of_its_model_is_refus
 @pytest.mark.parametrize(
     ("third", "message"),
     [
-        pytest.param("engine: nowhere:Vocoder", "engine: nowhere:Vocoder cannot be imported", id="no module"),
-        pytest.param("engine: nowhere:Vocoder", "): correct the name, or add its folder to PYTHONPATH", id="remedy"),
+        pytest.param(
+            "engine: nowhere:Vocoder",
+            "engine: nowhere:Vocoder cannot be imported (ModuleNotFoundError(\"No module named 'nowhere'\")): correct "
+            "the name, or add its folder to PYTHONPATH",
+            id="no module",
+        ),
         pytest.param(f"engine: {STAGES}:Missing", "Missing cannot be imported", id="no class"),
         pytest.param(f"engine: {STAGES}:NoStage", "NoStage is not a subclass of", id="no stage"),
         pytest.param(

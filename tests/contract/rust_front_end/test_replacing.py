@@ -73,64 +73,73 @@ async def test_both_may_end_together(head: Head) -> None:
     assert len(head.processes) >= 3
 
 
-STAND_IN = """#!{python} -IS
-import socket, sys
-server, requests = [
-    socket.socket(fileno=int(sys.argv[sys.argv.index(option) + 1])) for option in ("--listen-fd", "--input-listener-fd")
-]
-kept = [requests.accept()]
-for status in ("200", {then!r}, ""):
-    client, _ = server.accept()
-    kept.append(client)
-    client.recv(1)
-    if status:
-        client.sendall(b"HTTP/1.1 " + status.encode() + b" so\\r\\n\\r\\n")
-sys.stdin.read() if not {then!r} else server.accept()
-"""
-"""Answers once, and then not, or that it is not well."""
-
-
-@pytest.mark.parametrize(
-    ("then", "says"),
-    [("503", "says that its engine is dead"), ("", "has not answered for 0.2 s")],
-    ids=["503", "silent"],
-)
-async def test_one_that_is_not_well_is_replaced(
-    tiny_model: Path, sockets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, then: str, says: str
-) -> None:
-    program = tmp_path / "front_end"
-    program.write_text(STAND_IN.format(python=sys.executable, then=then))
-    program.chmod(0o755)
-    async with started_head(tiny_model, binary=str(program), probe_timeout=0.2) as head:
-        await head.has_standby(3)
-        assert says in caplog.text
-        assert not is_running(head.processes[0])
-
-
-LATE_ONCE = """#!{python} -IS
+PLAYED = """#!{python} -IS
 import pathlib, socket, sys, time
 server, requests = [
     socket.socket(fileno=int(sys.argv[sys.argv.index(option) + 1])) for option in ("--listen-fd", "--input-listener-fd")
 ]
 kept = [requests.accept()]
+folder = pathlib.Path({folder!r})
+OK = b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n"
+{then}
+"""
+NOT_WELL = """
+client, _ = server.accept()
+for answer in (OK, {second}):
+    client.recv(100)
+    client.sendall(answer)
+time.sleep(600)
+"""
+LATE_ONCE = """
 for number in range(1000):
     client, _ = server.accept()
-    client.recv(1)
-    pathlib.Path({folder!r}, f"asked-{{number}}").touch()
+    client.recv(100)
+    (folder / f"asked-{number}").touch()
     if number == 1:
         time.sleep(1.2)
-    client.sendall(b"HTTP/1.1 200 OK\\r\\n\\r\\n")
+    client.sendall(OK)
     client.close()
 """
+FULL = """
+client, _ = server.accept()
+for number in range(1000):
+    client.recv(100)
+    (folder / f"asked-{number}").touch()
+    client.sendall(OK)
+"""
+"""Accepts one connection, as one that has no more descriptors."""
+
+
+def played(folder: Path, then: str) -> str:
+    """A front end that runs this code once it is connected to the fleet."""
+    program = folder / "front_end"
+    program.write_text(PLAYED.format(python=sys.executable, folder=str(folder), then=then))
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (b"HTTP/1.1 503 so\r\n\r\n", "says that its engine is dead"),
+        (b"", "has not answered for 0.2 s"),
+    ],
+    ids=["503", "silent"],
+)
+async def test_one_that_is_not_well_is_replaced(
+    tiny_model: Path, sockets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, second: bytes, says: str
+) -> None:
+    binary = played(tmp_path, NOT_WELL.format(second=second))
+    async with started_head(tiny_model, binary=binary, probe_timeout=0.2) as head:
+        await head.has_standby(3)
+        assert says in caplog.text
+        assert not is_running(head.processes[0])
 
 
 async def test_time_in_which_the_head_did_not_run_does_not_count(
     tiny_model: Path, sockets: Path, tmp_path: Path
 ) -> None:
-    program = tmp_path / "front_end"
-    program.write_text(LATE_ONCE.format(python=sys.executable, folder=str(tmp_path)))
-    program.chmod(0o755)
-    async with started_head(tiny_model, binary=str(program), probe_timeout=0.5) as head:
+    async with started_head(tiny_model, binary=played(tmp_path, LATE_ONCE), probe_timeout=0.5) as head:
         await eventually((tmp_path / "asked-1").exists, "the question")
         # As a stopped process, and one without the processor.
         time.sleep(1)  # noqa: ASYNC251
@@ -138,28 +147,10 @@ async def test_time_in_which_the_head_did_not_run_does_not_count(
         assert len(head.processes) == 2
 
 
-FULL = """#!{python} -IS
-import pathlib, socket, sys
-server, requests = [
-    socket.socket(fileno=int(sys.argv[sys.argv.index(option) + 1])) for option in ("--listen-fd", "--input-listener-fd")
-]
-kept = [requests.accept()]
-client, _ = server.accept()
-for number in range(1000):
-    client.recv(100)
-    pathlib.Path({folder!r}, f"asked-{{number}}").touch()
-    client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
-"""
-"""Accepts one connection, as one that has no more descriptors."""
-
-
 async def test_one_that_answers_only_those_whom_it_has_accepted_is_not_replaced(
     tiny_model: Path, sockets: Path, tmp_path: Path
 ) -> None:
-    program = tmp_path / "front_end"
-    program.write_text(FULL.format(python=sys.executable, folder=str(tmp_path)))
-    program.chmod(0o755)
-    async with started_head(tiny_model, binary=str(program)) as head:
+    async with started_head(tiny_model, binary=played(tmp_path, FULL)) as head:
         await eventually((tmp_path / "asked-3").exists, "the next question")
         assert len(head.processes) == 2
 
