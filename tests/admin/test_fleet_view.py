@@ -54,6 +54,14 @@ async def test_requests_that_wait_in_the_admission_queue_are_queued() -> None:
         assert view.state()["requests"]["queued"] == 9 - sent
 
 
+def test_refused_are_those_without_a_replica_and_those_of_admission(fleet: FakeFleet) -> None:
+    metrics = fleet.orchestrator.metrics
+    metrics.requests_failed["no_replica"], metrics.requests_failed_before_accept = 1, 2
+    metrics.requests_refused[(0, "deadline", "503")] = metrics.requests_refused[(0, "in_flight", "429")] = 4
+    metrics.requests_refused_before_accept[(0, "deadline", "503")] = 8
+    assert view_of(fleet).state()["requests"]["refused"] == 1 + 2 + 4 + 4 + 8
+
+
 async def test_a_viewer_leaves_the_loads_that_the_orchestrators_thread_keeps_alone(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

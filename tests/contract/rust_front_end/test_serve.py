@@ -304,3 +304,4 @@ async def test_a_drained_head_refuses_new_requests(start: Any) -> None:
         refused = await head.ask()
         assert refused.status_code == 503
         assert "drain" in refused.json()["error"]["message"]
+        assert head.fleet.orchestrator.metrics.requests_failed_before_accept == 1

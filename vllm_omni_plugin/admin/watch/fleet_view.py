@@ -97,6 +97,8 @@ class FleetView:
 
     def state(self) -> dict[str, Any]:
         metrics = self.orchestrator.metrics
+        # Of admission. The orchestrator's thread may add a reason meanwhile.
+        refused = (*metrics.requests_refused.copy().values(), *metrics.requests_refused_before_accept.values())
         exchange = self.orchestrator.stage_pools[0].exchange
         now = self.clock()
         return {
@@ -116,7 +118,7 @@ class FleetView:
                 "held_paused": metrics.paused,
                 "moved": metrics.moves,
                 "lost": metrics.requests_failed["replica_lost"] + metrics.requests_failed["query_of_death"],
-                "refused": metrics.requests_failed["no_replica"] + metrics.requests_failed_before_accept,
+                "refused": metrics.requests_failed["no_replica"] + metrics.requests_failed_before_accept + sum(refused),
             },
             "stages": [self._stage(pool, now) for pool in self.orchestrator.stage_pools],
         }

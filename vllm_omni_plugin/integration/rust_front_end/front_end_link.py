@@ -65,7 +65,7 @@ class FrontEndRules(NamedTuple):
     """What the rest of the process decides about requests.
 
     Attributes:
-        why_closed: the message with which new requests are refused; "": they are not.
+        why_closed: called for each request; returns the message with which it is refused; "": it is not.
         read_terms: reads the tenant and deadline of a request, and removes them from it. Raises `BadTimeoutError`. None
             without admission control.
         keep_statistics: called with the reports of 0.1 s, each the engine index and vLLM's `SchedulerStats`. Returns

@@ -115,7 +115,7 @@ class Server:
         self._configured = False
         read_terms = terms_reader(tenant_headers(options.tenant_header, options.admission))
         self._rules = FrontEndRules(
-            self._why_closed,
+            self._refuse_new,
             read_terms,
             self._reports.keep,
             self._replica_changed,
@@ -234,10 +234,11 @@ class Server:
         else:
             loop.run_in_executor(None, self._fleet.close, 0.0)
 
-    def _why_closed(self) -> str:
-        if self._ending:
-            return SHUTTING_DOWN
-        return DRAINING if self.drain.active else ""
+    def _refuse_new(self) -> str:
+        """As `FrontEndRules.why_closed`; counts what is refused."""
+        reason = SHUTTING_DOWN if self._ending else DRAINING if self.drain.active else ""
+        self._fleet.orchestrator.metrics.requests_failed_before_accept += bool(reason)
+        return reason
 
 
 def listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
