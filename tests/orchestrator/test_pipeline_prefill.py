@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -214,3 +215,40 @@ async def test_a_decode_stage_that_does_not_answer_has_the_files_sampling_in_eve
         fleet.tell("r", 2, 5, cached=1)
         await fleet.finish()
         assert fleet.cached == {"r": [1]}
+
+
+SECOND = (
+    stage(2, "second prefill", "kv_cache", model="two"),
+    stage(3, "second decode", "text", "second prefill", model="two", transform="kv_transfer"),
+    stage(4, "vocoder", "audio", "second decode", engine="acme.stages:Any", final=True),
+)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_each_of_two_decodes_fetches_or_frees_the_cache_of_its_own_prefill(
+    gate: threading.Event, leaves: bool
+) -> None:
+    async with FakePipelineFleet((*DISAGGREGATED, *SECOND)) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=LONG)
+        for decode in (1, 3):
+            # Neither is built before both prefills have ended.
+            build = fleet.apis[decode].build_root
+            fleet.apis[decode].build_root = partial(wait_and_build, gate, build)  # type: ignore[method-assign]
+        for prefill in (0, 2):
+            fleet.tell("r", prefill, 9, finish_reason="length", kv_transfer_params={"of": prefill}, cached=prefill + 1)
+        await eventually(lambda: {0, 2} <= fleet.states["r"].ended.keys(), "the end of both prefills")
+        if leaves:
+            await fleet.abort("r")
+        gate.set()
+        await fleet.settle()
+        fetched = {decode: [each["sampling_params"].get("kv") for each in sent(fleet, decode)] for decode in (1, 3)}
+        assert fetched == {1: [{"of": 0}], 3: [{"of": 2}]}
+        if not leaves:
+            fleet.tell("r", 1, 5, cached=7)
+            await fleet.read()
+            assert fleet.cached["r"] == [1]
+
+
+def wait_and_build(gate: threading.Event, build: Any, *args: Any, **fields: Any) -> Any:
+    gate.wait(30)
+    return build(*args, **fields)

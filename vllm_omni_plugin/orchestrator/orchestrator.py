@@ -129,9 +129,7 @@ class Orchestrator:
             )
             for stage_id in prefill_stages:
                 stage_pools[stage_id].on_caches_gone = partial(requests.take_back_caches, stage_id)
-                self._dispatchers[stage_id].finisher.on_late_end = lambda output: requests.free_cache(
-                    output.request_id, output.kv_transfer_params
-                )
+                self._dispatchers[stage_id].finisher.on_late_end = partial(requests.free_cache, stage_id)
             self._requests = requests
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 

@@ -51,8 +51,8 @@ class RunFinisher:
         self._suspects = suspects
         self._runs = runs
         self._ended: list[RunEnded] = []
-        # Called with the last output of an attempt whose run has ended before.
-        self.on_late_end: Callable[[Any], None] = lambda output: None
+        # Called with the id and transfer parameters of the last output of an attempt whose run has ended before.
+        self.on_late_end: Callable[[str, Any], None] = lambda request_id, params: None
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
         """Accept the outputs of a message of a replica, and release finished runs.
@@ -67,7 +67,7 @@ class RunFinisher:
             run = find(output.request_id)
             if run is None:
                 if output.finish_reason is not None:
-                    self.on_late_end(output)
+                    self.on_late_end(output.request_id, output.kv_transfer_params)
                 elif self._tag not in output.request_id:
                     # It belongs to a head that is gone, and no other process would end it.
                     self.abort_at(member, [output.request_id])

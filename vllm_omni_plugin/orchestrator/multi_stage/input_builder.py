@@ -120,14 +120,14 @@ class StageInputBuilder:
         self._threads[stage.id].submit(run)
 
     def releases(
-        self, request_id: str, params: Mapping[str, Any] | None, asked: Collection[int]
+        self, request_id: str, prefill_id: int, params: Mapping[str, Any] | None, asked: Collection[int]
     ) -> Iterator[tuple[int, Any]]:
         """The requests of decode stages that free a cache which none was asked to fetch; its lease would keep it."""
-        for stage_id, name in self._names.items():
-            if name == BuiltInTransform.KV_TRANSFER and params is not None and stage_id not in asked:
-                request = self.apis[stage_id].release(request_id, params)
+        for decode in self.pipeline.downstream(self.pipeline.stages[prefill_id]):
+            if params is not None and decode.id not in asked:
+                request = self.apis[decode.id].release(request_id, params)
                 if request is not None:
-                    yield stage_id, request
+                    yield decode.id, request
 
     def build_whole(self, state: PipelineRequestState, stage: Stage) -> tuple[Any, Any]:
         """Build the input of a stage whose upstream stages have all ended. Runs on a thread.
@@ -141,16 +141,15 @@ class StageInputBuilder:
             return api.build_root(source, {}, for_client=False), None
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
             request = api.make_movable(api.build_root(source, sampling, for_client=for_client))
-            (prefill,) = self.pipeline.upstream(stage)
-            if prefill.id not in state.runs:
+            prefills = self.pipeline.upstream(stage)
+            if prefills[0].id not in state.runs:
                 return request, None
             # The cache can be fetched only once, from the incarnation that made it, and may be what ended the engine. A
             # connector may find it again without parameters, or half of one, so other attempts read no cache.
             again = api.without_cache(request)
-            if state.cached_tokens is None:
+            if (cache := state.cache_of(prefills)) is None:
                 return again, again
-            params = state.cache_params
-            return again, request if params is None else api.with_kv_transfer(request, params)
+            return again, request if cache.params is None else api.with_kv_transfer(request, cache.params)
         if stage.id not in self._transforms:
             return api.build_root(source, sampling, for_client=for_client), None
         readers = state.readers

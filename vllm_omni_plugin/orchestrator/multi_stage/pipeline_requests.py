@@ -1,8 +1,9 @@
 """Requests of a pipeline: each runs through the stages it needs; their outputs become inputs of the next stages."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from typing import Any
 
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestRefusedError, StageError, StageInputError
@@ -11,7 +12,7 @@ from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState, plan_request
+from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState, PrefilledCache, plan_request
 from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as messages
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
@@ -63,8 +64,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             self._begin(state, stage)
 
     def fail(self, message: messages.SubmitRequest, error: OmniError) -> None:
-        state = self.states.get(message.request.request_id)
-        if state is None:
+        if (state := self.states.get(message.request.request_id)) is None:
             refuse(message, error, self._put)
         else:
             self._fail(state, error)
@@ -83,8 +83,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         stage = self._pipeline.stages[stage_id]
         for run, outputs, error in ended:
-            state = self._state_of(stage_id, run)
-            if state is None:
+            if (state := self._state_of(stage_id, run)) is None:
                 continue
             if isinstance(error, RequestRefusedError):
                 # A refusal by admission ends the request even at an optional stage.
@@ -104,18 +103,18 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     def take_back_caches(self, stage_id: int, replica_id: int) -> None:
         """What a replica of a prefill has left is gone: decode must not fetch it, nor wait for it."""
         for state in self.states.values():
-            prefill = state.runs.get(stage_id)
-            # Without parameters the cache is in a store, which outlives the replica.
-            if prefill is None or prefill.replica_id != replica_id or state.cache_params is None:
+            prefill, cache = state.runs.get(stage_id), state.caches.get(stage_id)
+            # One in a store outlives the replica.
+            if prefill is None or prefill.replica_id != replica_id or cache is None or cache.params is None:
                 continue
-            state.cache_params = state.cached_tokens = None
+            del state.caches[stage_id]
             for decode in state.plan.downstream[stage_id]:
                 if (run := state.runs.get(decode.id)) is not None:
                     self._dispatchers[decode.id].take_back_cache(run)
 
-    def free_cache(self, request_id: str, params: Mapping[str, Any] | None, asked: Collection[int] = ()) -> None:
+    def free_cache(self, prefill_id: int, request_id: str, params: Any, asked: Collection[int] = ()) -> None:
         """Have the cache freed that a prefill has left, if none of the stages that were `asked` is a decode of it."""
-        for stage_id, request in self._input_builder.releases(request_id, params, asked):
+        for stage_id, request in self._input_builder.releases(request_id, prefill_id, params, asked):
             self.runs_ended(stage_id, self._dispatchers[stage_id].submit(StageRun(request_id, request, self._clock())))
 
     def close(self) -> None:
@@ -175,7 +174,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     ) -> None:
         """Submit the run of a stage: with its whole input, or as a session with the first chunk."""
         api, (request, first_request) = self._apis[stage.id], requests
-        if first_request is not None and state.cached_tokens is None:
+        cache = state.cache_of(self._pipeline.upstream(stage))
+        if first_request is not None and cache is None:
             # The prefill's replica was lost while the request was built.
             first_request = request
         run = state.runs[stage.id] = StageRun(
@@ -185,7 +185,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             streaming=session,
             chosen_replicas=state.chosen_replicas,
             first_request=first_request,
-            first_until=state.cache_until,
+            first_until=inf if cache is None else cache.until,
             ticket=state.ticket_at(stage),
         )
         if stage.id in state.plan.readable:
@@ -193,8 +193,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self.runs_ended(stage.id, self._dispatchers[stage.id].submit(run))
 
     def _add_input(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
-        chunks = state.chunked_inputs.get(stage.id)
-        if chunks is None:
+        if (chunks := state.chunked_inputs.get(stage.id)) is None:
             chunks = state.chunked_inputs[stage.id] = ChunkedInput(stage.chunk_size)
             state.stage_submit_ts[stage.id] = self._clock()
         chunks.add(output, last)
@@ -277,9 +276,9 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             return self._cut_short(state, stage, output)
         if stage.output is Modality.KV_CACHE:
             if run.finished:
-                state.cache_params, state.cached_tokens = output.kv_transfer_params, api.cached_tokens(output) or 0
-                if state.cache_params is not None:
-                    state.cache_until = self._clock() + api.cache_lease_s
+                params = output.kv_transfer_params
+                until = inf if params is None else self._clock() + api.cache_lease_s
+                state.caches[stage.id] = PrefilledCache(params, api.cached_tokens(output) or 0, until)
                 self._end(state, stage)
             return None
         read, answer = self._read(state, stage, run, output), None
@@ -290,8 +289,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _read(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> StageOutput:
         """The content of an output; empty if neither a stage nor the call needs it."""
-        reader = state.readers.get(stage.id)
-        if reader is None:
+        if (reader := state.readers.get(stage.id)) is None:
             return _EMPTY_OUTPUT
         read = reader.read(output, run.finished)
         if read.finish_reason is not None and not run.finished:
@@ -301,9 +299,9 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
         """The client's answer: cached tokens are those of the prefill, unless decode computes the prompt itself."""
-        api, cached_tokens = self._apis[stage.id], state.cached_tokens
-        if cached_tokens is not None and run.is_given_cache:
-            api.set_cached_tokens(output, cached_tokens)
+        api, cache = self._apis[stage.id], state.cache_of(self._pipeline.upstream(stage))
+        if cache is not None and run.is_given_cache:
+            api.set_cached_tokens(output, cache.cached_tokens)
         if not run.finished:
             # The end of a turn, not of the session: vLLM's server expects one answer.
             output.finish_reason = None
@@ -374,7 +372,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         for stage_id, run in state.runs.items():
             self._dispatchers[stage_id].finisher.abort((run,))
         asked = {stage_id for stage_id, run in state.runs.items() if run.attempts}
-        self.free_cache(state.request_id, state.cache_params, asked)
+        for prefill_id, cache in state.caches.items():
+            self.free_cache(prefill_id, state.request_id, cache.params, asked)
         self._report_end(state, error)
 
     def _report_end(self, state: PipelineRequestState, error: Exception | None) -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import field
 
@@ -69,13 +68,21 @@ def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
     )
 
 
+class PrefilledCache(NamedTuple):
+    """What decode must know of a KV cache: its transfer parameters, the tokens that the prefill found cached, and until
+    when it must have been asked for. Without parameters the cache is in a store."""
+
+    params: Mapping[str, Any] | None
+    cached_tokens: int
+    until: float
+
+
 class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
     """A request of a pipeline. Readers, inputs and times are by the id of the stage.
 
     `stage_submit_ts` and `ended`: monotonic seconds of a stage's first input and of its end. `answered` stages have
-    produced output. Without a prefill there are no transfer parameters of its KV cache and no number of tokens that it
-    found cached; `cache_until`: when it must have been asked for. `prompt` is text, and None until a transform needs
-    it. `pipeline_timings` are seconds by stage name and part. `transfer`: transforms and building inputs; `queue`:
+    produced output. `caches` are by the id of their prefill. `prompt` is text, and None until a transform needs it.
+    `pipeline_timings` are seconds by stage name and part. `transfer`: transforms and building inputs; `queue`:
     until it is sent; `first_output`: from there to the first output; `run`: from being sent to the end.
     """
 
@@ -89,9 +96,7 @@ class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
     chunked_inputs: dict[int, ChunkedInput] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
     ended: dict[int, float] = field(default_factory=dict)
-    cache_params: Mapping[str, Any] | None = None
-    cached_tokens: int | None = None
-    cache_until: float = inf
+    caches: dict[int, PrefilledCache] = field(default_factory=dict)
     prompt: str | None = None
 
     @property
@@ -102,6 +107,10 @@ class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
     def answer_tokens(self) -> int:
         run = self.runs.get(self.plan.entries[-1])
         return 0 if run is None else len(run.produced)
+
+    def cache_of(self, upstream: Sequence[Stage]) -> PrefilledCache | None:
+        """The cache that a stage behind these is to fetch, if there is one."""
+        return next((self.caches[stage.id] for stage in upstream if stage.id in self.caches), None)
 
     def ticket_at(self, stage: Stage) -> Ticket | None:
         """The request's ticket at a stage. Only at an entry stage may the request still be refused."""
