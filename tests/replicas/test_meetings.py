@@ -191,6 +191,11 @@ def test_all_machines_drain_when_one_leaves_between_meetings(group: Meetings, fa
     assert [(to, plan.meeting, plan.drain) for to, plan in answers[-3:]] == [(peer(rank), 0, True) for rank in range(3)]
 
 
+def test_a_machine_that_has_left_between_meetings_and_is_back_is_not_told_to_drain(meetings: Meetings) -> None:
+    assert [plan.drain for _, plan in meetings.report(peer(2), report(2, leaving=True), now=1.0)] == [True, True]
+    assert meetings.report(b"again", report(2, process=9), now=2.0)[-1] == (b"again", NO_MEETING)
+
+
 def test_the_end_of_a_broken_meeting_says_why_but_not_at_length(group: Meetings) -> None:
     group.report(peer(1), report(1, running=7, failed=7, reason="r" * MAX_TEXT_CHARS), now=1.0)
     ended = group.end(7)

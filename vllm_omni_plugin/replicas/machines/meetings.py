@@ -157,10 +157,9 @@ class Meetings:
     def _with_leaving(self) -> MeetingPlan:
         """The plan; once a machine leaves, all drain, and once all have drained, all leave."""
         reports = [self._others[rank].report for rank in (self._members if self.plan.meeting else self._others)]
-        if not (self.plan.drain or any(report.leaving for report in reports)):
-            return self.plan
+        leaves = any(report.leaving for report in reports)
         have_drained = all(report.drained == self.plan.meeting for report in reports)
-        return replace(self.plan, drain=True, leave=self.plan.leave or have_drained)
+        return replace(self.plan, drain=leaves, leave=leaves and (self.plan.leave or have_drained))
 
     def _to_all(self) -> Messages:
         return [(machine.peer, self.plan) for machine in self._others.values()]

@@ -28,6 +28,8 @@ from vllm_omni_plugin.replicas.engine.engine_keeper import finish
 logger = init_logger(__name__)
 
 _LONGEST_PAUSE_S = 5.0
+_LAST_WORD_S = 1.0
+"""How long a machine that leaves waits until the first one has heard it, which may be in the same process."""
 
 
 class Exits(Protocol):
@@ -122,8 +124,8 @@ class OtherMachine:
         self._changed = asyncio.Event()
         self._leaving = False
         self._done = asyncio.Event()
-        # The first machine has heard that this one leaves, or cannot.
-        self._heard = asyncio.Event()
+        # The first machine has said that the replica drains.
+        self._drains = asyncio.Event()
         self._answered_at = 0.0
         self._met = False
 
@@ -136,7 +138,6 @@ class OtherMachine:
 
     def stop_now(self) -> None:
         self._done.set()
-        self._heard.set()
 
     async def run(self, first_timeout: float) -> None:
         """Take part in meetings until left or stopped.
@@ -191,7 +192,6 @@ class OtherMachine:
         def on_lost() -> None:
             lost.set()
             self._changed.set()
-            self._heard.set()
 
         async with asyncio.timeout(settings.timeout):
             link = await open_control_link(
@@ -199,7 +199,6 @@ class OtherMachine:
             )
         with closing(link):
             self._answered_at = self._clock()
-            self._heard.clear()
             try:
                 while not lost.is_set():
                     self._changed.clear()
@@ -215,10 +214,10 @@ class OtherMachine:
                     if now - self._answered_at > settings.timeout and now - due_at <= settings.interval:
                         raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
             except asyncio.CancelledError:
-                if self._leaving and not self._heard.is_set():
+                if self._leaving:
                     link.send(self._report())
                     with suppress(TimeoutError):
-                        await finish(asyncio.wait_for(self._heard.wait(), settings.timeout))
+                        await finish(asyncio.wait_for(self._drains.wait(), _LAST_WORD_S))
                 raise
         raise ReplicaError("the connection to it is lost")
 
@@ -241,8 +240,8 @@ class OtherMachine:
             return
         self._answered_at, self._met = self._clock(), True
         self._refusal = message.refusal
-        if message.drain or self._refusal:
-            self._heard.set()
+        if message.drain:
+            self._drains.set()
         if self._refusal:
             self._changed.set()
         else:
