@@ -138,6 +138,7 @@ def test_how_embeddings_are_pooled_must_be_the_same(model: Path, pooling: dict[s
     [
         ({"dtype": "bfloat16"}, ["dtype"]),
         ({"code_revision": "other"}, ["code revision"]),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, ["KV cache dtype"]),
         ({"max_model_len": -1}, []),
         ({"max_model_len": 128}, ["max model length"]),
         ({"enable_lora": True, "max_lora_rank": 8}, ["LoRA"]),
@@ -155,6 +156,24 @@ def test_how_embeddings_are_pooled_must_be_the_same(model: Path, pooling: dict[s
 def test_which_arguments_change_the_fingerprint(model: Path, arguments: dict[str, Any], fields: list[str]) -> None:
     plain = {"dtype": "float32"}
     assert between(vllm_config(model, **plain), vllm_config(model, **(plain | arguments))) == fields
+
+
+@pytest.mark.parametrize(
+    ("content", "fields"), [("of the first", []), ("of the second", ["hf-overrides", "multimodal"])]
+)
+def test_files_that_arguments_name_are_compared_by_what_is_in_them(
+    model: Path, tmp_path: Path, content: str, fields: list[str]
+) -> None:
+    def config(name: str, content: str) -> Any:
+        elsewhere, scales = write_model(tmp_path / name, made_by=content), tmp_path / f"{name}.json"
+        scales.write_text(content)
+        found = vllm_config(model, hf_config_path=str(elsewhere))
+        found.model_config.multimodal_config = MultiModalConfig(
+            mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales)
+        )
+        return found
+
+    assert between(config("one", "of the first"), config("two", content)) == fields
 
 
 @pytest.mark.parametrize(("by_engine", "fields"), [(True, ["images are normalized"]), (False, [])])

@@ -41,6 +41,7 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     name = _identity(model.model, _model_digest)
     is_local = name.startswith(_LOCAL)
+    cache, skipped = vllm_config.cache_config, vllm_config.cache_config.kv_cache_dtype_skip_layers
     return {
         "stage": str(stage_id),
         "vLLM version": _build(vllm.__version__),
@@ -49,20 +50,21 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         + (f" with {model.model_weights}" if model.model_weights else ""),
         "code revision": str(model.code_revision),
         "load format": "auto" if load_format in _SAME_FILES else load_format,
-        "hf-overrides": _overrides(model.hf_overrides),
+        "hf-overrides": _overrides(model.hf_overrides)
+        + (f" of {_identity(model.hf_config_path, _model_digest)}" if model.hf_config_path else ""),
         "tokenizer": _identity(model.tokenizer, _tokenizer_digest),
         "tokenizer mode": str(model.tokenizer_mode),
         "runner": f"{model.runner_type}, convert {model.convert_type}",
         "pooling": _pooling(model.pooler_config),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
+        "KV cache dtype": _short(f"{cache.cache_dtype}{f', but not of layers {sorted(skipped)}' if skipped else ''}"),
         "quantization": _quantization(model),
         "quantization config": _short(str(model.quantization_config)),
         "max model length": str(model.max_model_len),
         # Without it an engine computes a prompt of embeddings from the tokens that such a prompt does not have.
         "prompt embeddings": str(model.enable_prompt_embeds),
         "images are normalized": _normalizes(model.multimodal_config),
-        "multimodal": _short(str({name: getattr(model.multimodal_config, name, None) for name in _OF_IMAGES})),
+        "multimodal": _multimodal(model.multimodal_config),
         "logprobs mode": str(model.logprobs_mode),
         "logits processors": _logits_processors(model.logits_processors),
         "LoRA": _lora(vllm_config.lora_config),
@@ -99,6 +101,13 @@ def _overrides(overrides: Any) -> str:
 def _normalizes(multimodal: Any) -> str:
     """Where: both or neither would do it otherwise. A front end does it where `VLLM_USE_RUST_FRONTEND` is set."""
     return "by the engine" if multimodal is not None and multimodal.mm_device_do_normalize else "by the front end"
+
+
+def _multimodal(config: Any) -> str:
+    compared = {name: getattr(config, name, None) for name in _OF_IMAGES}
+    if path := getattr(config, "mm_encoder_fp8_scale_path", None):
+        compared["scales"] = _identity(path, lambda file: digest([file.read_bytes()]))
+    return _short(str(compared))
 
 
 def _logits_processors(configured: Any) -> str:
