@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.core_client.server_state_sync import ServerStateSync
+from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.http.app import patch_adapter_registry
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_of
@@ -158,6 +159,33 @@ async def test_an_adapter_that_is_unloaded_while_it_loads_is_forgotten_everywher
     assert ["Success" in str(answer) for answer in await asyncio.gather(load, unload)] == [True, True]
     assert client.forgotten == [request.lora_int_id for request in client.added]
     assert await listed(models) == ["base"]
+
+
+async def test_an_adapter_that_another_server_unloads_while_a_slow_one_still_hears_of_its_loading_is_not_listed(
+    client: FakeFleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other server knows it as soon as the fleet's document has it; here it is listed once all servers know it."""
+    in_fleet: dict[str, Adapter] = {}
+    told, all_told = asyncio.Event(), asyncio.Event()
+
+    async def add_lora(_: UtilityCallClient, request: LoRARequest) -> bool:
+        in_fleet[request.lora_name] = adapter_of(request)
+        told.set()
+        await all_told.wait()
+        return True
+
+    monkeypatch.setattr(UtilityCallClient, "add_lora_async", add_lora)
+    monkeypatch.setattr(client, "shared_adapters", lambda: in_fleet)
+    models = await server(client)
+    models.engine_client.add_lora = client.add_lora_async
+    load = asyncio.create_task(models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/story")))
+    await told.wait()
+    client.server_state.apply(update_of(unloaded=(in_fleet.pop("story").lora_int_id,)))
+    all_told.set()
+    assert "Success" in str(await load)
+    assert await listed(models) == ["base"]
+    await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/story"))
+    assert await listed(models) == ["base", "story"]
 
 
 async def _coordinator_away(lora_id: int) -> None:

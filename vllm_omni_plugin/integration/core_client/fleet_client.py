@@ -210,6 +210,14 @@ class FleetClient(UtilityCallClient):
                 if self.orchestrator.has_replicas:
                     raise
 
+    async def add_lora_async(self, lora_request: Any) -> Any:
+        """Load an adapter. One that another server unloads before this returns is not listed here either."""
+        added = await super().add_lora_async(lora_request)
+        if lora_request.lora_int_id not in {adapter.lora_int_id for adapter in self.shared_adapters().values()}:
+            # Its caller lists it first.
+            asyncio.get_running_loop().call_soon(self.server_state.forget, (lora_request.lora_int_id,))
+        return added
+
     async def get_status(self) -> dict[str, Any]:
         """Status of every replica, in the shape of vLLM's fault-tolerance report."""
         engines = [

@@ -1,7 +1,7 @@
 """Applies operator calls made through other heads to this head's server."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from hashlib import blake2b
 from random import SystemRandom
 from typing import Any
@@ -39,10 +39,12 @@ class ServerStateSync:
                 own.add(module.name)
                 yield module
 
-    def apply(self, update: EngineStateUpdate) -> None:
-        gone = {name for name, request in self._requests.items() if request.lora_int_id in update.unloaded}
-        for name in gone:
+    def forget(self, lora_ids: Collection[int]) -> None:
+        for name in [name for name, request in self._requests.items() if request.lora_int_id in lora_ids]:
             del self._requests[name]
+
+    def apply(self, update: EngineStateUpdate) -> None:
+        self.forget(update.unloaded)
         for adapter in update.loaded:
             self._requests[adapter.lora_name] = msgspec.convert(msgspec.to_builtins(adapter), LoRARequest)
         if update.sleep_level is not None and self.loggers is not None:

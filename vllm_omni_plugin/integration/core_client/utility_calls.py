@@ -125,7 +125,7 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         await self.call_utility_async(FORGET_LORA, lora_id)
 
     def shared_adapters(self) -> dict[str, Adapter]:
-        """The adapters that requests can name, by name. For the orchestrator's loop."""
+        """The adapters that requests can name, by name. From any thread."""
         stages = [self.orchestrator.stage_calls[stage_id] for stage_id in self.stages.adapter_stages]
         return {adapter.lora_name: adapter for stage in stages for adapter in stage.state.adapters}
 
