@@ -158,6 +158,11 @@ def test_which_arguments_change_the_fingerprint(model: Path, arguments: dict[str
     assert between(vllm_config(model, **plain), vllm_config(model, **(plain | arguments))) == fields
 
 
+@pytest.mark.parametrize("where", [{"lora_target_modules": ["o_proj"]}, {"enable_tower_connector_lora": True}])
+def test_adapters_must_apply_to_the_same_modules(model: Path, where: dict[str, Any]) -> None:
+    assert between(vllm_config(model, enable_lora=True), vllm_config(model, enable_lora=True, **where)) == ["LoRA"]
+
+
 @pytest.mark.parametrize(
     ("content", "fields"), [("of the first", []), ("of the second", ["hf-overrides", "multimodal"])]
 )

@@ -130,7 +130,9 @@ def _lora(config: Any) -> str:
     kind = str(config.lora_dtype).removeprefix("torch.")
     adapters = {what: _identity(path, adapter_digest) for what, path in (config.default_mm_loras or {}).items()}
     always = f", always {_short(str(sorted(adapters.items())))}" if adapters else ""
-    return f"at most {config.max_loras} adapters of rank {config.max_lora_rank} in {kind}{always}"
+    where = f", only in {_short(str(sorted(config.target_modules)))}" if config.target_modules else ""
+    where += ", also in encoders" if config.enable_tower_connector_lora else ""
+    return f"at most {config.max_loras} adapters of rank {config.max_lora_rank} in {kind}{always}{where}"
 
 
 def _commit(model: Any) -> str:
