@@ -22,6 +22,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHI
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, OTHER_GENERATION
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
 from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError
 
 
@@ -129,7 +130,7 @@ async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
 async def test_a_lasting_refusal_is_tried_again_when_the_replica_has_changed(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet.failures.append(AttachRefusedError("model: head has a, replica b", lasting=True))
+    fleet.failures.append(AttachRefusedError(AttachRefused("model: head has a, replica b", lasting=True)))
     fleet.register(row(1))
     await eventually(lambda: "cannot be attached to: model: head has a, replica b" in caplog.text)
     fleet.register(row(1, last_heartbeat=9.0, queue_length=5))
@@ -145,11 +146,13 @@ async def test_a_replica_of_another_generation_is_shown_and_tried_again_only_whe
 ) -> None:
     caplog.set_level(logging.INFO)
     differs = "vLLM version: head has 0.32.0, replica 0.33.0"
-    fleet.failures.extend([AttachRefusedError(differs, lasting=True, other_generation=True)] * 2)
+    refusal = AttachRefused(differs, lasting=True, other_generation=True, machines=["10.0.0.1", "10.0.0.2"])
+    fleet.failures.extend([AttachRefusedError(refusal)] * 2)
     fleet.register(row(1, in_use=False))
     await eventually(lambda: fleet.pool.members and fleet.pool.members[0].other_generation)
     (member,) = fleet.pool.members
     assert (member.state, member.other_generation) == (OTHER_GENERATION, f"{differs}; no head of its kind")
+    assert member.machines == ("10.0.0.1", "10.0.0.2"), "the probe of the second machine's pod asks any head"
     assert "replica 0 is other-generation" in str(fleet.pool.unavailable())
     fleet.register(row(1, in_use=True))
     await fleet.all_handled()
@@ -165,7 +168,8 @@ async def test_a_replica_of_another_generation_is_shown_and_tried_again_only_whe
 
 async def test_a_replica_that_was_of_another_generation_is_shown_as_what_it_is_now(fleet: Fleet) -> None:
     fleet.pause_over.clear()
-    fleet.failures.append(AttachRefusedError("dtype: head has a, replica b", lasting=True, other_generation=True))
+    refusal = AttachRefused("dtype: head has a, replica b", lasting=True, other_generation=True)
+    fleet.failures.append(AttachRefusedError(refusal))
     fleet.register(row(1))
     await eventually(lambda: fleet.pool.members and fleet.pool.members[0].other_generation)
     fleet.failures.append(ReplicaError("nobody there"))
@@ -258,7 +262,7 @@ async def test_a_replica_of_an_unknown_stage_is_tried_when_listed_until_it_refus
     fleet.failures.append(ReplicaError("nobody there"))
     fleet.register(row(1, stage_id=4))
     await eventually(lambda: "A replica of stage 4 cannot be attached to: nobody there" in caplog.text)
-    fleet.failures.append(AttachRefusedError("stage: head has 0, replica 4", lasting=True))
+    fleet.failures.append(AttachRefusedError(AttachRefused("stage: head has 0, replica 4", lasting=True)))
     fleet.register(row(1, stage_id=4))
     await eventually(lambda: "A replica of stage 4 cannot be attached to: stage: head has 0, replica 4" in caplog.text)
     fleet.register(row(1, stage_id=4))

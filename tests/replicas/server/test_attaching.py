@@ -26,6 +26,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Status,
     encode,
 )
+from vllm_omni_plugin.replicas.replica_server.attached_heads import AttachedHeads
 from vllm_omni_plugin.replicas.replica_server.data_proxy import DataProxy
 from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS
 
@@ -132,8 +133,10 @@ async def test_a_restarted_engine_was_told_nothing(node: Node, monkeypatch: pyte
     ],
 )
 async def test_a_head_with_another_configuration_is_refused_with_both_values(
-    start_node: StartNode, field: str, value: object, lasting: bool, reason: str
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch, field: str, value: object, lasting: bool, reason: str
 ) -> None:
+    admit, machines = AttachedHeads.admit, ["10.0.0.1", "10.0.0.2"]
+    monkeypatch.setattr(AttachedHeads, "admit", lambda heads, engine, _: admit(heads, engine, machines))
     node = await start_node(secrets=SECRETS)
     info = await node.up()
     async with node.head() as head:
@@ -142,6 +145,7 @@ async def test_a_head_with_another_configuration_is_refused_with_both_values(
     assert answer.lasting is lasting
     assert reason in answer.reason
     assert answer.other_generation is ("dtype" in reason)
+    assert answer.machines == (machines if answer.other_generation else []), "its pods may ask any head"
 
 
 async def test_a_head_of_one_of_the_next_two_versions_attaches_since_it_reads_this_one(node: Node) -> None:

@@ -202,7 +202,9 @@ class RemoteReplicaKeeper:
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         """Wait before the next attempt, or until the row changes; after a lasting refusal only that ends the wait."""
         refusal = reason if isinstance(reason, AttachRefusedError) else None
-        self._differences = str(refusal) if refusal is not None and refusal.other_generation else ""
+        self._differences = ""
+        if refusal is not None and refusal.other_generation:
+            self._differences, self.member.machines = str(refusal), refusal.machines
         self._show_generation()
         if STALL_CORDON in self.member.cordons:
             # Each head decides for itself.

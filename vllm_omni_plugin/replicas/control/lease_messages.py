@@ -178,11 +178,13 @@ class AttachRefused(Struct, frozen=True, tag="refused"):
         lasting: a retry will fail until the head or the server is restarted.
         other_generation: nothing is wrong: the replica is for heads with its configuration. Told without a secret, too:
             whoever names the right model and stage may attach then.
+        machines: as in `Attached`, told with `other_generation`: the probes of all machines may ask any head.
     """
 
     reason: Text
     lasting: bool
     other_generation: bool = False
+    machines: list[Text] = []
 
 
 class Status(Struct, frozen=True, tag="status"):

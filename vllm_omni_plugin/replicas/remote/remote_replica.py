@@ -64,9 +64,10 @@ class ClockOffset:
 class AttachRefusedError(ReplicaError):
     """The replica server refused the lease, see `AttachRefused`."""
 
-    def __init__(self, reason: str, lasting: bool, other_generation: bool = False) -> None:
-        super().__init__(reason)
-        self.lasting, self.other_generation = lasting, other_generation
+    def __init__(self, refusal: wire.AttachRefused) -> None:
+        super().__init__(refusal.reason)
+        self.lasting, self.other_generation = refusal.lasting, refusal.other_generation
+        self.machines = tuple(refusal.machines)
 
 
 def _context_for_many() -> Context:
@@ -161,7 +162,7 @@ class RemoteReplica:
         )
         lease = await self._answer
         if isinstance(lease, wire.AttachRefused):
-            raise AttachRefusedError(lease.reason, lease.lasting, lease.other_generation)
+            raise AttachRefusedError(lease)
         await self._open(lease, credential)
 
     async def _open(self, lease: wire.Attached, credential: DataCredential) -> None:

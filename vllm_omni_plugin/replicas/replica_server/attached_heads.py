@@ -218,7 +218,8 @@ class AttachedHeads:
         own = self._settings.fingerprint
         if differing := differences(message.fingerprint, own):
             reason = "; ".join(differing)[: wire.MAX_TEXT_CHARS]
-            return wire.AttachRefused(reason, True, is_other_generation(message.fingerprint, own))
+            other = is_other_generation(message.fingerprint, own)
+            return wire.AttachRefused(reason, True, other, list(self._machines) if other else [])
         if self._leases and self._heads_generation and message.generation not in ("", self._heads_generation):
             # What operators decide reaches the heads of one generation, and must not reach engines of another one.
             return wire.AttachRefused(
