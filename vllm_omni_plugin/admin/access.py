@@ -67,9 +67,8 @@ class Access:
 
     def _is_local(self, request: Request) -> bool:
         """Whether the request comes from this machine itself: through no proxy, over loopback or a unix socket."""
-        if any(name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES) for name in request.headers):
-            return False
-        if not self.loopback:
+        forwarded = any(name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES) for name in request.headers)
+        if forwarded or not self.loopback:
             return False
         if request.client is None:
             # A TCP peer that disconnected before its address could be read is unknown.

@@ -26,6 +26,10 @@ class Modality(StrEnum):
     """The KV cache of a prompt, for another engine of the same model."""
 
 
+ANSWERS = frozenset({Modality.TEXT, Modality.TOKENS, Modality.AUDIO})
+"""What can answer a request that samples; other modalities can only accompany these."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """One model of a pipeline, served by a pool of replicas.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm_omni_plugin.errors import OmniError, did_you_mean
-from vllm_omni_plugin.pipeline import Modality, Pipeline
+from vllm_omni_plugin.pipeline import ANSWERS, Modality, Pipeline
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import TRANSFER_PARAMS
 
 OMNI_KEYS: Final = ("outputs", "params", "sampling", "timings")
@@ -13,8 +13,6 @@ AUDIO_FORMATS: Final = ("wav", "pcm16")
 
 _SENDABLE: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBEDDING, Modality.AUDIO}
 """Modalities that can be sent as JSON."""
-_ANSWERS: Final = {Modality.TEXT, Modality.TOKENS, Modality.AUDIO}
-"""Modalities that can be the answer of a request that samples; the others can only accompany it."""
 _NOT_RUN: Final = "no stage {} runs for this request"
 
 
@@ -52,7 +50,7 @@ class CallOptions:
 
     @property
     def text(self) -> bool:
-        return not _ANSWERS.isdisjoint({*self.modalities} - {Modality.AUDIO})
+        return not ANSWERS.isdisjoint({*self.modalities} - {Modality.AUDIO})
 
 
 def read_call_options(fields: Mapping[str, Any], pipeline: Pipeline) -> CallOptions:
@@ -87,13 +85,13 @@ def _modalities(given: Any, pipeline: Pipeline) -> tuple[Modality, ...]:
     names = _names(given, "modalities")
     _require_known(names, pipeline.modalities, "there is no modality {}", "modalities")
     asked = tuple(modality for modality in pipeline.modalities if modality in names)
-    if _ANSWERS.isdisjoint(asked):
+    if ANSWERS.isdisjoint(asked):
         has = ", ".join(pipeline.modalities)
         message = f"`modalities` asks for no output that this route can return: the pipeline has {has}."
         raise BadOptionError(message, "modalities")
     if hidden := [modality for modality in asked if modality not in _SENDABLE]:
         raise BadOptionError(f"'{hidden[0]}' cannot be sent in an answer.", "modalities")
-    if extra := [modality for modality in asked if modality not in _ANSWERS and Modality.TEXT not in asked]:
+    if extra := [modality for modality in asked if modality not in ANSWERS and Modality.TEXT not in asked]:
         raise BadOptionError(f"'{extra[0]}' can only accompany 'text': ask for both.", "modalities")
     return asked
 
@@ -108,7 +106,7 @@ def _outputs(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -
         if (output := running[name].output) not in _SENDABLE:
             raise BadOptionError(f"Stage '{name}' has the output '{output}', which cannot be sent.", param)
     extra = (name for name, stage in running.items() if stage.final and stage.output in modalities)
-    return frozenset(names) | {name for name in extra if running[name].output not in _ANSWERS}
+    return frozenset(names) | {name for name in extra if running[name].output not in ANSWERS}
 
 
 def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -> dict[str, Mapping[str, Any]]:

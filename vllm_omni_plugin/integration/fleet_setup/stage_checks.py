@@ -6,12 +6,9 @@ from contextlib import contextmanager
 
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.pipeline import Modality, Pipeline, PipelineError, Stage
+from vllm_omni_plugin.pipeline import ANSWERS, Pipeline, PipelineError, Stage
 from vllm_omni_plugin.pipeline.transforms import resolve_transform
 from vllm_omni_plugin.stages.python_stage import stage_class
-
-_GENERATED = {Modality.TEXT, Modality.TOKENS}
-_ANSWERS = {*_GENERATED, Modality.AUDIO}
 
 
 @contextmanager
@@ -50,7 +47,7 @@ def check_class(pipeline: Pipeline, stage: Stage) -> None:
 def check_answer(pipeline: Pipeline, stage: Stage) -> None:
     """A server with a model that generates has no routes that return scores or embeddings, and none has images."""
     entry = pipeline.prompt_stage
-    if stage.final and entry.output in _GENERATED and _ANSWERS.isdisjoint(pipeline.modalities):
+    if stage.final and entry.output in ANSWERS and ANSWERS.isdisjoint(pipeline.modalities):
         message = (
             f"{stage.output} alone cannot answer a prompt of {entry.name!r}, which generates: make a stage with text, "
             "tokens or audio final"
