@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import parse_options
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan
 from vllm_omni_plugin.integration.options import compatibility
-from vllm_omni_plugin.integration.options.admin_address import admin_address, check_admin_port
+from vllm_omni_plugin.integration.options.admin_address import admin_address, check_ports
 from vllm_omni_plugin.integration.processes import serve_command
 from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsupported_stages
 from vllm_omni_plugin.pipeline import Modality
@@ -193,7 +194,27 @@ def test_an_admin_port_that_cannot_be_is_refused(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
     with pytest.raises(ConfigError, match=f"--omni-admin-port: .*{reason}"):
-        check_admin_port(OmniConfig(admin_port=port), serve(*arguments))
+        check_ports(OmniConfig(admin_port=port), serve(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("rust", "arguments", "reason"),
+    [
+        ("0", (), "7500 is the port of the OpenAI server"),
+        ("1", (), "7500 is the port of the OpenAI server"),
+        ("1", ("--port", "8000", "--grpc-port", "7500"), "7500 is the port of gRPC"),
+        ("1", ("--port", "7499"), "7500 is the port of operators .--omni-admin-port"),
+    ],
+)
+def test_a_port_of_the_head_is_not_that_of_nodes_too(
+    rust: str, arguments: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
+    options = OmniConfig(master_address="127.0.0.1", master_port=7500)
+    with pytest.raises(ConfigError, match=f"--omni-master-port: {reason}.*; give another one"):
+        check_ports(options, serve("--port", "7500", *arguments))
+    # It is the port of another machine.
+    check_ports(replace(options, join=True), serve("--port", "7500"))
 
 
 @pytest.mark.parametrize(
@@ -204,4 +225,4 @@ def test_other_admin_ports_are_accepted(
     rust: str, arguments: tuple[str, ...], port: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
-    check_admin_port(OmniConfig(admin_port=port), serve(*arguments))
+    check_ports(OmniConfig(admin_port=port), serve(*arguments))

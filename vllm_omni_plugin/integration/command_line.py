@@ -68,7 +68,7 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if fleet_address is not None:
         options = replace(options, join=True, **fleet_address)
 
-    from vllm_omni_plugin.integration.options.admin_address import check_admin_port
+    from vllm_omni_plugin.integration.options.admin_address import check_ports
     from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
     from vllm_omni_plugin.integration.options.flag_rules import check, check_policy
 
@@ -78,7 +78,7 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
         refuse_unsupported(args)
         check(options, given, headless, api_servers=_api_servers(args))
         if not headless:
-            check_admin_port(options, args)
+            check_ports(options, args)
     if options.join:
         options = replace(options, dp_size_local=0)
     if options.pipeline is not None:

@@ -1,4 +1,4 @@
-"""Where the operator's HTTP server of a head with vLLM's Rust front end listens."""
+"""Where the operator's HTTP server of a head with vLLM's Rust front end listens, and the ports of a head."""
 
 import argparse
 
@@ -9,6 +9,7 @@ from vllm_omni_plugin.errors import ConfigError
 
 _MAX_PORT = 65535
 _LOOPBACK = "127.0.0.1"
+_ADMIN_FLAG = "--omni-admin-port"
 
 
 def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, int]:
@@ -17,19 +18,27 @@ def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, i
     return host, args.port + 1 if options.admin_port is None else options.admin_port
 
 
-def check_admin_port(options: OmniConfig, args: argparse.Namespace) -> None:
-    """Raise ConfigError if the port is given without the Rust front end, or is one of the front end's own."""
-    if not envs.VLLM_USE_RUST_FRONTEND:
-        if options.admin_port is not None:
-            raise ConfigError(
-                "argument --omni-admin-port: needs vLLM's Rust front end (VLLM_USE_RUST_FRONTEND=1): without it the "
-                "routes under /omni, /metrics and /health are on the head's own port"
-            )
-        return
-    _, port = admin_address(options, args)
-    if port > _MAX_PORT:
-        raise ConfigError(f"argument --omni-admin-port: needed, because there is no port after --port {args.port}")
-    if port == args.port and not args.uds:
-        raise ConfigError(f"argument --omni-admin-port: {port} is the port of the OpenAI server (--port)")
-    if port == args.grpc_port:
-        raise ConfigError(f"argument --omni-admin-port: {port} is the port of gRPC (--grpc-port); give another one")
+def check_ports(options: OmniConfig, args: argparse.Namespace) -> None:
+    """Raise ConfigError if a port of this head has two uses, or an admin port is given without the Rust front end.
+
+    While engines load, the port of clients is bound, but nothing listens there, and the system lets others do so.
+    """
+    uses = {} if args.uds else {args.port: "the OpenAI server (--port)"}
+    if (grpc_port := getattr(args, "grpc_port", None)) is not None:
+        uses[grpc_port] = "gRPC (--grpc-port)"
+    ports: dict[str, int] = {}
+    if envs.VLLM_USE_RUST_FRONTEND:
+        _, ports[_ADMIN_FLAG] = admin_address(options, args)
+        if ports[_ADMIN_FLAG] > _MAX_PORT:
+            raise ConfigError(f"argument {_ADMIN_FLAG}: needed, because there is no port after --port {args.port}")
+    elif options.admin_port is not None:
+        raise ConfigError(
+            f"argument {_ADMIN_FLAG}: needs vLLM's Rust front end (VLLM_USE_RUST_FRONTEND=1): without it the routes "
+            "under /omni, /metrics and /health are on the head's own port"
+        )
+    if options.master_port is not None and not options.join:
+        ports["--omni-master-port"] = options.master_port
+    for flag, port in ports.items():
+        if port in uses:
+            raise ConfigError(f"argument {flag}: {port} is the port of {uses[port]}; give another one")
+        uses[port] = f"operators ({flag}, by default the one after --port)"
