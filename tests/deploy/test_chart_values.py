@@ -68,8 +68,13 @@ def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) 
         ),
         pytest.param(
             given(nodeSpec={"ports": "20000-20009", "replicasPerPod": 2}, headSpec={"replicaCount": 3}, requestGPU=2),
-            "llama: nodeSpec.ports 20000-20009: nodeSpec.replicasPerPod 2 and headSpec.replicaCount 3 need 14 ports",
+            "llama: nodeSpec.ports 20000-20009: nodeSpec.replicasPerPod 2 and headSpec.replicaCount 3 need 18 ports",
             id="too few ports",
+        ),
+        pytest.param(
+            given(nodeSpec={"ports": "20000-20005"}, headSpec={"replicaCount": 2}),
+            "headSpec.replicaCount 2 need 7 ports",
+            id="none for the head that an update starts before it ends an old one",
         ),
         pytest.param(
             given(vllmConfig={"tensorParallelSize": 4}),
@@ -94,7 +99,8 @@ def test_values_that_contradict_each_other_are_refused_by_name(wrong: dict[str, 
         given(requestGPU=0, vllmConfig={"tensorParallelSize": 2}),
         given(resources={"limits": {"nvidia.com/gpu": 4}}, vllmConfig={"tensorParallelSize": 4}),
         given(requestGPU=2, nodeSpec={"machines": 2}, vllmConfig={"tensorParallelSize": 4}),
-        given(nodeSpec={"ports": "20000-20004"}),
+        given(nodeSpec={"ports": "20000-20006"}, headSpec={"replicaCount": 2}),
+        given(nodeSpec={"ports": "20000-20002"}, headSpec={"replicaCount": 1}),
     ],
 )
 def test_values_that_just_fit_are_accepted(fitting: dict[str, Any]) -> None:

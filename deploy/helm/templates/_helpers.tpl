@@ -42,9 +42,10 @@ sets: {{ toJson ($sets | default (list .model)) }}
 {{- fail (print $where ": nodeSpec.machines above 1 needs nodeSpec.replicasPerPod 1, and no stages") -}}
 {{- end -}}
 {{- $ports := splitList "-" $node.ports -}}
-{{- $needed := mul $replicas (add1 (mul 2 $heads)) -}}
+{{- /* An update starts a new head before it ends an old one, but not of the first head. */ -}}
+{{- $needed := mul $replicas (add1 (mul 2 (gt $heads 1 | ternary (add1 $heads) $heads))) -}}
 {{- if lt (add1 (sub (index $ports 1 | int64) (index $ports 0 | int64))) $needed -}}
-{{- fail (printf "%s: nodeSpec.ports %s: nodeSpec.replicasPerPod %d and headSpec.replicaCount %d need %d ports: widen the range" $where $node.ports $replicas $heads $needed) -}}
+{{- fail (printf "%s: nodeSpec.ports %s: nodeSpec.replicasPerPod %d and headSpec.replicaCount %d need %d ports, while heads are updated: widen the range" $where $node.ports $replicas $heads $needed) -}}
 {{- end -}}
 {{- $size := mul $replicas (int64 (default 1 .vllmConfig.tensorParallelSize)) -}}
 {{- if and .requestGPU (not .resources) (gt $size (mul $machines (int64 .requestGPU))) -}}
