@@ -129,6 +129,7 @@ def test_a_busy_rendezvous_replica_is_passed_over() -> None:
     balancer, replicas = policy(), fleet(heads=4)
     expected = balancer.decide(asks(1, 1), replicas).position
     replicas[expected].charge(200)
+    replicas.queue_lengths[expected] += 200
     assert balancer.decide(asks(1, 2), replicas).position != expected
 
 

@@ -97,6 +97,7 @@ def test_heads_with_the_same_view_fill_short_queues_evenly() -> None:
             position = policy.decide({}, view).position
             sent[position] += 1
             view[position].charge(1)
+            view.queue_lengths[position] += 1
     # 40 requests fill all to 7.6; by the shortest queue each head would have sent its first four to one replica.
     assert sent[0] <= 20
     assert len(sent) == 10

@@ -7,9 +7,6 @@ from math import exp
 from typing import TypeVar
 from zlib import crc32
 
-import numpy as np
-from numpy.typing import NDArray
-
 from vllm_omni_plugin.balancing.interface import ReplicaView
 from vllm_omni_plugin.balancing.replica_load import load_of
 
@@ -81,7 +78,7 @@ class ServingReplicas(tuple[R, ...]):
     """
 
     unreported: UnreportedRequests
-    queue_lengths: NDArray[np.int64]
+    queue_lengths: list[int]
 
     def __new__(cls, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> "ServingReplicas[R]":
         serving = super().__new__(cls, replicas)
@@ -90,13 +87,13 @@ class ServingReplicas(tuple[R, ...]):
         return serving
 
 
-def queue_lengths_of(replicas: Sequence[ReplicaView]) -> NDArray[np.int64]:
+def queue_lengths_of(replicas: Sequence[ReplicaView]) -> list[int]:
     """The queue lengths of these replicas by position; not to be changed."""
     return replicas.queue_lengths if isinstance(replicas, ServingReplicas) else _queue_lengths(replicas)
 
 
-def _queue_lengths(replicas: Sequence[ReplicaView]) -> NDArray[np.int64]:
-    return np.array([replica.queue_length for replica in replicas], np.int64)
+def _queue_lengths(replicas: Sequence[ReplicaView]) -> list[int]:
+    return [replica.queue_length for replica in replicas]
 
 
 MOST_COMPARED = 8
@@ -106,6 +103,7 @@ Source: the supermarket model (Mitzenmacher, 2001): with d samples, the share of
 as load^((d^k - 1)/(d - 1)), so eight of many are nearly as good as all.
 """
 
+_MOST_SCANNED = 256
 _BESIDE_THE_SHORTEST = 3
 """Random replicas that are compared with the shortest queue. More did not help in simulations of 16 and 64
 replicas."""
@@ -126,7 +124,7 @@ def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random, ad
     if total <= MOST_COMPARED:
         return list(range(total))
     lengths, draw = queue_lengths_of(replicas), rng.random
-    chosen = [pick_shortest(lengths, rng, expected_arrivals(replicas, total))]
+    chosen = [_short_queue(replicas, lengths, rng)]
     while len(chosen) <= _BESIDE_THE_SHORTEST:
         position = int(draw() * total)
         if position not in chosen:
@@ -140,6 +138,15 @@ def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random, ad
     return chosen
 
 
+def _short_queue(replicas: Sequence[ReplicaView], lengths: list[int], rng: random.Random) -> int:
+    """Position of a shortest queue of up to 256 replicas, of more of 256 neighbours at random; see `pick_lowest`."""
+    total, start = len(lengths), 0
+    if total > _MOST_SCANNED:
+        start = int(rng.random() * total)
+        lengths = lengths[start : start + _MOST_SCANNED] + lengths[: max(0, start + _MOST_SCANNED - total)]
+    return (start + pick_lowest(lengths, rng, expected_arrivals(replicas, len(lengths)))) % total
+
+
 def has_other_heads(replicas: Sequence[ReplicaView]) -> bool:
     return isinstance(replicas, ServingReplicas) and replicas.unreported.heads > 1
 
@@ -149,14 +156,6 @@ def expected_arrivals(replicas: Sequence[ReplicaView], compared: int) -> float:
     if not isinstance(replicas, ServingReplicas):
         return 0.0
     return replicas.unreported.requests * compared / len(replicas)
-
-
-def pick_shortest(lengths: NDArray[np.int64], rng: random.Random, arrivals: float = 0.0) -> int:
-    """`pick_lowest` for queue lengths; of a thousand without `arrivals`, too, it takes a few microseconds."""
-    if arrivals > 0 or len(lengths) <= MOST_COMPARED:
-        return pick_lowest(lengths.tolist(), rng, arrivals)
-    ties = (lengths == lengths[lengths.argmin()]).nonzero()[0]
-    return int(ties[int(rng.random() * len(ties))])
 
 
 def pick_lowest(scores: Sequence[float], rng: random.Random, arrivals: float = 0.0) -> int:

@@ -11,7 +11,7 @@ from vllm_omni_plugin.balancing.interface import (
     Task,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_shortest, queue_lengths_of
+from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, queue_lengths_of
 
 _MAX_LISTED = 8
 """A decision lists all replicas up to this number; a longer list would take longer than the decision."""
@@ -30,9 +30,9 @@ class LeastQueueLengthBalancer(DecidingBalancer):
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         require_replicas(replicas)
         lengths = queue_lengths_of(replicas)
-        position = pick_shortest(lengths, self._rng, expected_arrivals(replicas, len(lengths)))
+        position = pick_lowest(lengths, self._rng, expected_arrivals(replicas, len(lengths)))
         if lengths[position] < 0:
             raise ValueError("queue_length must be non-negative")
         if len(lengths) > _MAX_LISTED:
             return Decision(position, _REASON, (Candidate(position, float(lengths[position])),))
-        return Decision(position, _REASON, tuple(map(Candidate, range(len(lengths)), map(float, lengths.tolist()))))
+        return Decision(position, _REASON, tuple(map(Candidate, range(len(lengths)), map(float, lengths))))

@@ -50,11 +50,11 @@ class SessionBalancer(DecidingBalancer):
         self._table.set_replicas(replicas)
         key = session.encode(errors="surrogatepass")
         lengths = queue_lengths_of(replicas)
-        bound = self._load_factor * (int(lengths.sum()) + 1) / len(replicas) + self._slack
+        bound = self._load_factor * (sum(lengths) + 1) / len(replicas) + self._slack
         candidates: list[Candidate] = []
         for attempt in range(_ATTEMPTS):
             position = self._table.position(key, attempt)
-            candidates.append(Candidate(position, float(lengths[position])))
+            candidates.append(Candidate(position, lengths[position]))
             if candidates[-1].score <= bound:
                 return Decision(position, "session-spilled" if attempt else "session", tuple(candidates))
         return replace(self._least_load.decide(task, replicas), reason="session-spilled")

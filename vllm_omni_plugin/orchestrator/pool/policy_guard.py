@@ -51,7 +51,8 @@ class PolicyGuard:
         if not flaw:
             return decision
         self._warn("decide", f"{flaw}; such requests go to the shortest queue instead")
-        return Decision(int(replicas.queue_lengths.argmin()), "least-load", fallback=POLICY_FAULT, by_policy=False)
+        lengths = replicas.queue_lengths
+        return Decision(lengths.index(min(lengths)), "least-load", fallback=POLICY_FAULT, by_policy=False)
 
     def explain(self, task: Task, replicas: ServingReplicas[Any]) -> Decision:
         """The policy's decision, without carrying it out. Raises NoExplanationError if it gives no valid one."""

@@ -235,7 +235,7 @@ class StagePool:
             decision = Decision(affinity_key % len(serving), BOUND, by_policy=False)
         else:
             if self.unreported.heads > 1:
-                self.unreported.estimate(self._clock(), int(serving.queue_lengths.sum()))
+                self.unreported.estimate(self._clock(), sum(serving.queue_lengths))
             decision = self._policy.decide(task, serving)
         if serving[decision.position].replica_id in avoid:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
