@@ -21,7 +21,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, ReplicaState, StageState
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetCall
-from vllm_omni_plugin.errors import CoordinatorUnavailableError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError
 from vllm_omni_plugin.orchestrator import SessionListener
 from vllm_omni_plugin.orchestrator.fleet_state import call_session
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, WEIGHTS_CORDON
@@ -318,3 +318,31 @@ async def test_a_head_that_loses_the_coordinator_before_its_first_state_does_not
     heads[0].fleet_calls.handle(Welcome([]))
     heads[0].fleet_calls.handle(SessionLost())
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
+
+
+@pytest.mark.parametrize("lost", ["while it waits for the document", "when another head has overtaken it"])
+async def test_a_call_that_loses_its_replicas_before_it_is_made_is_refused_and_changes_nothing(
+    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """It was said to have succeeded: this head alone listed the adapter, and no engine had it."""
+    head = heads[0]
+
+    async def lose_all() -> None:
+        for replica_id in head.links:
+            head.lose(replica_id)
+        await eventually(lambda: head.orchestrator.stage_calls[0].members == [], "the losses")
+
+    if lost == "while it waits for the document":
+        monkeypatch.setattr(head.fleet_calls.session, "wait_synced", lose_all)
+        reply = head.ask("add_lora", STORY)
+    else:
+        reply = head.ask_unanswered("add_lora", STORY)
+        await eventually(lambda: all(link.calls for link in head.links.values()), "the call")
+        calls = {link: link.calls[-1][0] for link in head.links.values()}
+        await heads[1].call("set_weight_version", "v")
+        for link, call_id in calls.items():
+            link.answer(call_id)
+        await lose_all()
+    with pytest.raises(NoReplicaError, match="No replica can take the call add_lora right now"):
+        await asyncio.wrap_future(reply)
+    assert [stage.adapters for each in heads for stage in each.fleet_calls.state.stages if stage.adapters] == []

@@ -76,10 +76,6 @@ class FleetCalls:
         call; CoordinatorUnavailableError if other heads cannot be notified, or it is unknown whether they were;
         StateTooLargeError.
         """
-        if method not in call_effects.HEAD_CALLS and not any(self._stages[stage_id].members for stage_id in stage_ids):
-            if method in _CACHE_CALLS:
-                return []
-            raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
         lasts = call_effects.leaves_state(method, args)
         plain = None if self.session.is_alone else call_effects.encode(method, args)
         if lasts or plain is not None:
@@ -154,6 +150,9 @@ class FleetCalls:
         if method in call_effects.HEAD_CALLS:
             return {}
         calls = {stage_id: self._stages[stage_id].begin(method, args) for stage_id in stage_ids}
+        if method not in _CACHE_CALLS and not any(call.called for call in calls.values()):
+            # Not checked earlier: all may be lost while a call waits for the document, or is made again.
+            raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
         await asyncio.gather(*(call.stage.send(call) for call in calls.values()))
         for stage_id in _accepted(calls, stage_ids):
             calls[stage_id].stage.take_out_failed(calls[stage_id])
