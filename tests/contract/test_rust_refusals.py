@@ -217,6 +217,12 @@ def test_a_port_of_the_head_is_not_that_of_nodes_too(
     check_ports(replace(options, join=True), serve("--port", "7500"))
 
 
+def test_a_port_of_the_head_is_not_that_of_its_replicas_too() -> None:
+    with pytest.raises(ConfigError, match="--omni-replica-ports: 7500 is the port of the OpenAI server"):
+        check_ports(OmniConfig(replica_ports="7400-7500"), serve("--port", "7500"))
+    check_ports(OmniConfig(replica_ports="7400-7499"), serve("--port", "7500"))
+
+
 @pytest.mark.parametrize(
     ("rust", "arguments", "port"),
     [("0", ("--port", "65535"), None), ("1", (), None), ("1", ("--uds", "/tmp/socket", "--port", "9000"), 9000)],

@@ -6,10 +6,12 @@ from vllm import envs
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.replicas.links.replica_ports import PORTS_FLAG, PortRange
 
 _MAX_PORT = 65535
 _LOOPBACK = "127.0.0.1"
 _ADMIN_FLAG = "--omni-admin-port"
+_MASTER_FLAG = "--omni-master-port"
 
 
 def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, int]:
@@ -26,19 +28,25 @@ def check_ports(options: OmniConfig, args: argparse.Namespace) -> None:
     uses = {} if args.uds else {args.port: "the OpenAI server (--port)"}
     if (grpc_port := getattr(args, "grpc_port", None)) is not None:
         uses[grpc_port] = "gRPC (--grpc-port)"
-    ports: dict[str, int] = {}
+    own: list[tuple[str, int, str]] = []
     if envs.VLLM_USE_RUST_FRONTEND:
-        _, ports[_ADMIN_FLAG] = admin_address(options, args)
-        if ports[_ADMIN_FLAG] > _MAX_PORT:
+        _, admin_port = admin_address(options, args)
+        if admin_port > _MAX_PORT:
             raise ConfigError(f"argument {_ADMIN_FLAG}: needed, because there is no port after --port {args.port}")
+        own.append((_ADMIN_FLAG, admin_port, f"operators ({_ADMIN_FLAG}, by default the one after --port)"))
     elif options.admin_port is not None:
         raise ConfigError(
             f"argument {_ADMIN_FLAG}: needs vLLM's Rust front end (VLLM_USE_RUST_FRONTEND=1): without it the routes "
             "under /omni, /metrics and /health are on the head's own port"
         )
     if options.master_port is not None and not options.join:
-        ports["--omni-master-port"] = options.master_port
-    for flag, port in ports.items():
+        own.append((_MASTER_FLAG, options.master_port, f"nodes ({_MASTER_FLAG})"))
+    for flag, port, use in own:
         if port in uses:
             raise ConfigError(f"argument {flag}: {port} is the port of {uses[port]}; give another one")
-        uses[port] = f"operators ({flag}, by default the one after --port)"
+        uses[port] = use
+    if options.replica_ports is not None:
+        ports = PortRange.parse(options.replica_ports)
+        for port, use in uses.items():
+            if ports.first <= port <= ports.last:
+                raise ConfigError(f"argument {PORTS_FLAG}: {port} is the port of {use}; give others")
