@@ -134,19 +134,19 @@ class Manifests:
         return ["vllm", "serve", *container["args"]]
 
 
-def render(given: dict[str, Any]) -> Manifests:
+def render(given: dict[str, Any], release: str = RELEASE) -> Manifests:
     """Render the chart.
 
     Raises:
         HelmRenderError, HelmValuesError: Helm refuses it.
     """
-    return _render(json.dumps(given, sort_keys=True))
+    return _render(json.dumps(given, sort_keys=True), release)
 
 
 @cache
-def _render(given: str) -> Manifests:
+def _render(given: str, release: str) -> Manifests:
     with Chart.load(CHART) as chart:
         chart.validate_schema(json.loads(given))
-        rendered = chart.render(json.loads(given), name=RELEASE, namespace=NAMESPACE)
+        rendered = chart.render(json.loads(given), name=release, namespace=NAMESPACE)
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
     return Manifests([found for text in texts for found in yaml.safe_load_all(text) if found])

@@ -50,7 +50,11 @@ def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) 
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        pytest.param(values([MODEL, MODEL]), "modelSpec: the name llama is given twice", id="two models of a name"),
+        pytest.param(
+            values([MODEL, MODEL]),
+            "modelSpec llama: the objects of another model are called fleet-llama, too",
+            id="two models of a name",
+        ),
         pytest.param(
             given(stages=[STAGE, STAGE]),
             "modelSpec llama: stages: the name a is given twice",
@@ -91,6 +95,14 @@ def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) 
 def test_values_that_contradict_each_other_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(HelmRenderError, match=named):
         render(wrong)
+
+
+def test_models_whose_objects_would_have_one_name_are_refused() -> None:
+    """Names of objects are cut, since labels may have 63 characters."""
+    models = [MODEL | {"name": f"llama-3-3-70b-instruct-{kind}"} for kind in ("fp8", "bf16")]
+    with pytest.raises(HelmRenderError, match="-bf16: the objects of another model are called inference-prod"):
+        render(values(models), "inference-production")
+    assert render(values(models), "inference").names()
 
 
 @pytest.mark.parametrize(

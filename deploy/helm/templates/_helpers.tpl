@@ -1,11 +1,16 @@
 {{- /* The enabled models, merged with the defaults, as YAML under `models`. */ -}}
 {{- define "omni.models" -}}
 {{- $models := list -}}
+{{- $names := list -}}
 {{- range .Values.servingEngineSpec.modelSpec -}}
 {{- $model := mergeOverwrite (deepCopy $.Values.servingEngineSpec.modelDefaults) (deepCopy .) -}}
 {{- if $model.enabled -}}
-{{- include "omni.checkNew" (dict "name" $model.name "among" $models "where" "modelSpec") -}}
+{{- $name := include "omni.name" (dict "root" $ "model" $model) -}}
+{{- if has $name $names -}}
+{{- fail (printf "modelSpec %s: the objects of another model are called %s, too: choose another name" $model.name $name) -}}
+{{- end -}}
 {{- $models = append $models $model -}}
+{{- $names = append $names $name -}}
 {{- end -}}
 {{- end -}}
 models: {{ toJson $models }}
@@ -14,20 +19,16 @@ models: {{ toJson $models }}
 {{- /* The sets of nodes of (dict "model" MODEL), as YAML under `sets`: the model, or for each stage the model with its values. */ -}}
 {{- define "omni.nodeSets" -}}
 {{- $sets := list -}}
+{{- $names := list -}}
 {{- range $id, $stage := .model.stages -}}
-{{- include "omni.checkNew" (dict "name" $stage.name "among" (slice $.model.stages 0 $id) "where" (printf "modelSpec %s: stages" $.model.name)) -}}
+{{- if has $stage.name $names -}}
+{{- fail (printf "modelSpec %s: stages: the name %s is given twice" $.model.name $stage.name) -}}
+{{- end -}}
+{{- $names = append $names $stage.name -}}
 {{- $own := omit $stage "name" "pipeline" -}}
 {{- $sets = append $sets (mergeOverwrite (deepCopy $.model) (deepCopy $own) (dict "stageId" $id "stageName" $stage.name)) -}}
 {{- end -}}
 sets: {{ toJson ($sets | default (list .model)) }}
-{{- end -}}
-
-{{- define "omni.checkNew" -}}
-{{- range .among -}}
-{{- if eq .name $.name -}}
-{{- fail (printf "%s: the name %s is given twice" $.where .name) -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}
 
 {{- /* Refuses values of a set of nodes that contradict each other. */ -}}
