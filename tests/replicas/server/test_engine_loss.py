@@ -14,6 +14,7 @@ from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
+from vllm_omni_plugin.replicas.engine import running_engine
 from vllm_omni_plugin.replicas.engine.engine_keeper import FirstStarts
 from vllm_omni_plugin.replicas.replica_server.announcer import Announcer
 from vllm_omni_plugin.replicas.replica_server.attached_heads import AttachedHeads
@@ -93,8 +94,9 @@ async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(
 
 
 async def test_an_engine_whose_sockets_were_removed_is_restarted_once_no_head_uses_it(
-    node: Node, head: Head, socket_folder: Path
+    node: Node, head: Head, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(running_engine, "EXIT_GRACE_S", 0.0)
     before = await node.up()
     shutil.rmtree(socket_folder)
     os.mkdir(socket_folder)
@@ -107,6 +109,7 @@ async def test_an_engine_whose_sockets_were_removed_is_restarted_once_no_head_us
         await head.add("a")
         node.engine.send_tokens(0, "of the same engine")
         assert await head.read_ids(1) == ["of the same engine"]
+        assert (await head.renew()).status is ReplicaStatus.UP  # type: ignore[union-attr]
         await head.detach()
 
         async def restarts() -> bool:
