@@ -100,16 +100,15 @@ async def test_a_fresh_replica_waits_also_for_a_head_that_only_the_updated_ones_
     assert fleet.statuses == [UP, UP]
 
 
-@pytest.mark.parametrize("missed", [False, True])
+@pytest.mark.parametrize("missed", [[], WHOLE_UPDATE, [rpc("reload_weights")]], ids=len)
 async def test_an_updated_replica_whose_lease_ended_serves_again_unless_it_missed_an_update(
-    fleet: Fleet, missed: bool
+    fleet: Fleet, missed: list[tuple[Any, ...]]
 ) -> None:
     first, second = await updated(fleet)
     fleet.pause_over.clear()
     second.link.say_dead()
     await eventually(lambda: fleet.statuses == [UP, DOWN])
-    if missed:
-        await update(fleet, WHOLE_UPDATE)
+    await update(fleet, missed)
     fleet.pause_over.set()
     await eventually(lambda: fleet.statuses == [UP, DRAINING if missed else UP])
     assert fleet.attachments[-1].info == second.info
