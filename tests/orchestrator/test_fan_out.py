@@ -181,3 +181,11 @@ async def test_caches_are_reset_and_adapters_forgotten_where_there_is_no_replica
         assert await fleet.call(FORGET_LORA, 7) == []
         with pytest.raises(NoReplicaError, match="No replica can take the call pause_scheduler right now"):
             await fleet.call("pause_scheduler", "abort", True)
+
+
+async def test_a_call_during_which_all_replicas_are_lost_may_be_repeated(fleet: FakeFleet) -> None:
+    """It is no refusal: behind HTTP it is 503, and no traceback."""
+    for link in fleet.links.values():
+        link.on_call = lambda link, *call: link.say_dead()
+    with pytest.raises(NoReplicaError, match=r"No replica answered the call is_sleeping: .* is gone: .*\. Please try"):
+        await fleet.call("is_sleeping")

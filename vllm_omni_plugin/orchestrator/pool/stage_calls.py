@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.protocol.call_effects import calls_between
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, StageState, is_later
-from vllm_omni_plugin.errors import AdapterFilesError, NotAllowedError, ReplicaError
+from vllm_omni_plugin.errors import AdapterFilesError, NoReplicaError, NotAllowedError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -67,9 +67,15 @@ class StageCall:
         ]
 
     def raise_if_refused(self) -> None:
-        """Raise `ReplicaError` if no replica accepted the call, or the server of one does not let heads make it."""
+        """Raise `ReplicaError` if no replica accepted the call, or the server of one does not let heads make it.
+
+        If all were lost meanwhile, none has refused it, and the call may be repeated: `NoReplicaError`.
+        """
         if self.called and not self.results:
-            raise self.answers[0][1]
+            error = self.answers[0][1]
+            if all(replica.member.client is not replica.client for replica in self.called):
+                raise NoReplicaError(f"No replica answered the call {self.method}: {error}. Please try again later.")
+            raise error
         for _, answer in self.answers:
             if isinstance(answer, NotAllowedError):
                 raise answer
