@@ -172,6 +172,8 @@ def serve(*arguments: str) -> Namespace:
         (("--port", "9000"), OmniConfig(admin_port=80), ("127.0.0.1", 80)),
         ((), OmniConfig(admin_key_file="keys"), ("0.0.0.0", 8001)),
         (("--host", "::"), OmniConfig(admin_key_file="keys"), ("::", 8001)),
+        (("--uds", "/tmp/socket"), OmniConfig(admin_key_file="keys"), ("127.0.0.1", 8001)),
+        (("--uds", "/tmp/socket", "--host", "10.0.0.1"), OmniConfig(admin_key_file="keys"), ("10.0.0.1", 8001)),
     ],
 )
 def test_the_operators_server_listens_on_loopback_unless_the_operator_gave_keys(

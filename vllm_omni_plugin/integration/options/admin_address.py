@@ -15,8 +15,10 @@ _MASTER_FLAG = "--omni-master-port"
 
 
 def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, int]:
-    """The address and port: loopback, unless the operator gave keys."""
-    host = args.host or "0.0.0.0" if options.admin_key_file is not None else _LOOPBACK
+    """The address and port: loopback, unless the operator gave keys and clients have no unix socket."""
+    host = args.host or (_LOOPBACK if args.uds else "0.0.0.0")
+    if options.admin_key_file is None:
+        host = _LOOPBACK
     return host, args.port + 1 if options.admin_port is None else options.admin_port
 
 
