@@ -221,10 +221,13 @@ async def test_only_a_replica_that_can_answer_prompts_is_the_first(fleet: RustFl
 
 async def test_statistics_are_those_that_the_rules_return(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
     fleet.keep_statistics = lambda report: replace(report, num_running_reqs=10 + report.num_running_reqs)
-    fleet.links[1].say_outputs(scheduler_stats=SchedulerStats(num_running_reqs=3))
+    await front_end.add("a-1")
+    await fleet.has("a-1")
+    link, _ = fleet.run_of("a-1")
+    link.say_outputs(scheduler_stats=SchedulerStats(num_running_reqs=3))
     message = await front_end.read()
     assert (message.engine_index, message.scheduler_stats.num_running_reqs) == (0, 13)
-    assert [index for index, _ in fleet.reports] == [1]
+    assert [fleet.links[index] for index, _ in fleet.reports] == [link]
 
 
 async def test_reports_of_a_replica_that_leaves_are_handled_before(fleet: RustFleet) -> None:
