@@ -47,8 +47,7 @@ def pcm16(stage: str, output: StageOutput) -> bytes:
     if samples is None:
         return b""
     if samples.numel() > max((1, *samples.shape)):
-        shape = list(samples.shape)
-        raise StageError(f"Stage '{stage}': audio is a tensor of one channel, [samples], not {shape}.")
+        raise StageError(f"Stage '{stage}': audio is a tensor of one channel, [samples], not {list(samples.shape)}.")
     if samples.is_floating_point():
         samples = (samples.float().nan_to_num(0.0).clamp(-1.0, 1.0) * 32767.0).round().short()
     elif str(samples.dtype) != "torch.int16":
@@ -154,10 +153,7 @@ def _shown(stage: Stage, outputs: Sequence[StageOutput]) -> dict[str, Any]:
                 rate = rate if output.tensor is None else sample_rate(stage.name, output, rate)
             return {"audio": {"data": b64encode(wav(samples, rate or DEFAULT_SAMPLE_RATE)).decode()}}
         case _:
+            tensors = [output.tensor.tolist() for output in outputs if output.tensor is not None]
             # JSON has no NaN; msgspec makes it null.
-            tensors = [
-                msgspec.json.decode(msgspec.json.encode(output.tensor.tolist()))
-                for output in outputs
-                if output.tensor is not None
-            ]
-            return {stage.output.value: tensors[0] if len(tensors) == 1 else tensors}
+            shown = msgspec.json.decode(msgspec.json.encode(tensors[0] if len(tensors) == 1 else tensors))
+            return {stage.output.value: shown}

@@ -59,14 +59,13 @@ class FrontEndHttp:
     async def post(self, path: str, body: dict[str, Any]) -> str:
         """Post JSON; returns the answer, which is empty if the status is 200."""
         text = json.dumps(body)
-        headers = f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n{self._key}"
+        headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n{self._key}"
+        request = f"POST {path} HTTP/1.1\r\n{headers}Connection: close\r\n\r\n{text}".encode()
         answer = b""
         with suppress(OSError):
             reader, writer = await self._connect()
             try:
-                writer.write(
-                    f"POST {path} HTTP/1.1\r\n{headers}Host: localhost\r\nConnection: close\r\n\r\n{text}".encode()
-                )
+                writer.write(request)
                 answer = await reader.read()
             finally:
                 writer.close()
