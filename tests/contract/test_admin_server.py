@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -297,6 +298,15 @@ async def test_a_port_that_is_taken_is_an_error_of_the_flag(start: Start, config
         with pytest.raises(ConfigError, match=f"--omni-admin-port: {HERE} port {head.admin_port} cannot be bound"):
             await second.start()
         await second.close()
+
+
+async def test_the_log_names_its_pages(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        async with start() as head:
+            pages = re.findall(r"http://[\d.:]+/\w+", caplog.text)
+            assert len(pages) == 2
+            for page in pages:
+                assert (await head.client.get(page)).status_code == 200
 
 
 async def test_streams_end_when_the_server_closes(start: Start) -> None:

@@ -267,6 +267,16 @@ def test_a_taken_port_of_grpc_is_an_error_of_its_flag(tiny_model: Path) -> None:
             listen(args, resources)
 
 
+async def test_a_port_that_another_takes_while_engines_load_is_an_error_of_its_flag(start: Any) -> None:
+    async with start() as head:
+        await head.starts(1)
+        with create_server_socket((HERE, port := head.client.base_url.port), reuse_port=False) as other:
+            other.listen()
+            head.fleet.loaded.set()
+            with pytest.raises(ConfigError, match=f"--port: {HERE} port {port} cannot be bound on this machine: Addr"):
+                await head.ends()
+
+
 async def test_a_taken_admin_port_leaves_nothing(start: Any) -> None:
     port = free_port()
     with create_server_socket((HERE, port), reuse_port=False) as taken:

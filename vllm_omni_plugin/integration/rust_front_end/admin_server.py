@@ -105,7 +105,8 @@ class AdminServer:
         self._add_routes(app)
         app.state.server = self._server = _Server(config)
         self._serving = asyncio.create_task(_serve(self._server, listener), name="omni-admin-server")
-        logger.info("Operators and Prometheus find this head at %s.", self._url(listener.getsockname()[0]))
+        url = self._url(listener.getsockname()[0])
+        logger.info("The page for operators is %s/omni; Prometheus scrapes %s/metrics.", url, url)
 
     async def close(self) -> None:
         """End all streams, and close all connections once they are answered. Idempotent."""

@@ -161,12 +161,20 @@ class Server:
                 task.cancel()
             await asyncio.wait((preparing, starting))
         if ready_response is not None and not self._ending:
+            self._listen()
             self._serves = True
             # As AsyncLLM: a full collection need not look at what lives as long as the server.
             gc.collect()
             gc.freeze()
-            self._listening.http.listen(_BACKLOG)
             await self._serve(ready_response)
+
+    def _listen(self) -> None:
+        try:
+            self._listening.http.listen(_BACKLOG)
+        except OSError as error:
+            # While the port was only bound, another process could take it.
+            host, port = self._listening.http.getsockname()[:2]
+            raise not_bindable("--port", f"{host} port {port}", error) from error
 
     async def _until_ready(self) -> bytes | None:
         """Start the fleet; returns what the front end shall know of its engine, or None if a signal came first."""
