@@ -125,16 +125,21 @@ async def test_a_name_that_the_command_line_gives_twice_is_refused_as_by_vllm(cl
         await server(client, ("story", "/loras/story"), ("story", "/other"))
 
 
-async def test_an_adapter_that_other_servers_failed_to_unload_stays_and_can_be_unloaded_later(
-    client: FakeFleetClient, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", [False, True], ids=["the call is refused", "the coordinator is lost during it"])
+async def test_an_adapter_that_a_failed_call_leaves_in_the_document_stays_and_can_be_unloaded_later(
+    client: FakeFleetClient, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
     models = await server(client)
     assert await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/loras/story"))
+    in_fleet = {} if changed else {name: adapter_of(request) for name, request in models.lora_requests.items()}
+    monkeypatch.setattr(client, "shared_adapters", lambda: in_fleet)
     with monkeypatch.context() as patch:
         patch.setattr(client, "forget_lora_async", _coordinator_away)
         with pytest.raises(CoordinatorUnavailableError):
             await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
-    assert await listed(models) == ["base", "story"]
+    assert await listed(models) == ["base", *in_fleet]
+    if changed:
+        return
     await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
     assert await listed(models) == ["base"]
     assert len(client.forgotten) == 1

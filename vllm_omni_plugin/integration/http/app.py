@@ -273,7 +273,7 @@ async def _init_static_loras(original: Any, models: Any) -> None:
 
 
 async def _unload_adapter(original: Any, models: Any, request: Any) -> Any:
-    """Unload an adapter in the whole fleet; if other heads cannot be told, this head keeps it."""
+    """Unload an adapter in the whole fleet; after an error this head keeps it if the fleet's document does."""
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
     # It may be loading, for which vLLM waits, too.
@@ -285,7 +285,10 @@ async def _unload_adapter(original: Any, models: Any, request: Any) -> Any:
         try:
             await fleet.forget_lora_async(unloaded.lora_int_id)
         except Exception:
-            models.lora_requests.setdefault(request.lora_name, unloaded)
+            # A call whose coordinator is lost meanwhile may have changed the document, which all heads then follow.
+            shared = fleet.shared_adapters().get(request.lora_name)
+            if shared is not None and shared.lora_int_id == unloaded.lora_int_id:
+                models.lora_requests.setdefault(request.lora_name, unloaded)
             raise
     return answer
 
