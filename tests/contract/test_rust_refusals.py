@@ -215,8 +215,10 @@ def test_a_port_of_the_head_is_not_that_of_nodes_too(
     options = OmniConfig(master_address="127.0.0.1", master_port=7500)
     with pytest.raises(ConfigError, match=f"--omni-master-port: {reason}.*; give another one"):
         check_ports(options, serve("--port", "7500", *arguments))
-    # It is the port of another machine.
+    # It is the port of another machine, or of another address.
     check_ports(replace(options, join=True), serve("--port", "7500"))
+    check_ports(replace(options, master_address="10.0.0.1"), serve("--port", "7500", "--host", "127.0.0.1"))
+    check_ports(replace(options, master_address="10.0.0.1"), serve("--port", "7499"))
 
 
 def test_a_port_of_the_head_is_not_that_of_its_replicas_too() -> None:
