@@ -1,5 +1,6 @@
 """Imports vLLM before any test does: importing it warns, and warnings are errors here. And a client without engines."""
 
+import signal
 import subprocess
 import time
 import warnings
@@ -20,6 +21,7 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
+from vllm_omni_plugin.replicas.replica_server.node import SIGNALS
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 
@@ -35,6 +37,14 @@ def models_are_looked_at_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", here)
         yield
+
+
+@pytest.fixture(autouse=True)
+def signals_end_the_process_afterwards() -> Iterator[None]:
+    """A command that runs here ignores signals at its end, and processes that later tests start would do so, too."""
+    yield
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_DFL if signum != signal.SIGINT else signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Several API servers use vLLM's shared values."""
 
 import os
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,6 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, s
 from vllm_omni_plugin.integration.processes import several_servers
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
 from vllm_omni_plugin.integration.processes.several_servers import ApiServerLauncher, serve_api_servers
-from vllm_omni_plugin.replicas.replica_server.node import SIGNALS
 
 from .pipeline_files import read, write_pipeline
 from .stage_models import model
@@ -71,12 +69,9 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
     monkeypatch.setattr(several_servers, "open_fleet", supervised.open_fleet)
     monkeypatch.setattr(several_servers, "stage_plans", supervised.plan)
     monkeypatch.setattr(several_servers, "run_until_signal", supervised.run_until_signal)
-    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
     with socket.socket() as listening:
         monkeypatch.setattr(several_servers, "setup_server", lambda _args, reuse_port: ("http://here", listening))
         yield supervised
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def test_engines_of_every_stage_have_the_number_of_api_servers(
