@@ -146,6 +146,20 @@ def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
     assert (end.resumable, end.request_id, end.external_req_id) == (False, "r-1", "r")
 
 
+@pytest.mark.parametrize(("sampling", "seed"), [({}, None), ({"seed": 3}, 3), ({"temperature": 0.0}, None)], ids=str)
+def test_a_chunk_that_samples_has_a_seed_since_its_session_may_be_replayed(
+    own: Any, sampling: dict[str, Any], seed: int | None
+) -> None:
+    stage_api = api(own, sampling={"max_tokens": 6, **sampling}, inputs=("thinker",), async_chunk=True)
+    given = StageInput(token_ids=[3, 4])
+    chunks = [stage_api.build(source(), given, {}, for_client=client, part=CHUNK) for client in (False, True)]
+    seeds = [chunk.sampling_params.seed for chunk in chunks]
+    assert seeds[0] == seed if sampling else seeds[0] is not None
+    # The client samples with its own parameters.
+    assert seeds[1] is not None
+    assert stage_api.build(source(), given, {}, for_client=False).sampling_params.seed == seed
+
+
 def test_a_chunk_is_limited_to_the_context_that_its_session_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
     later = CHUNK._replace(tokens_before=26)

@@ -183,10 +183,15 @@ class EngineApi:
         With a seed, the engine needs a random generator for the request, and on some GPUs its batches lose the fast
         sampling kernel. So only requests that need a seed get one.
         """
-        params = request.sampling_params
-        if params is None or params.temperature < _SAMPLING_EPS or params.seed is not None:
+        if request.sampling_params is None or request.resumable:
             return request
-        if request.resumable or not (self._custom_processors or moving.depends_on_output(request)):
+        replays = self._custom_processors or moving.depends_on_output(request)
+        return self.with_seed(request) if replays else request
+
+    def with_seed(self, request: Any) -> Any:
+        """The request, or a copy with a seed if it samples without one. Thread-safe."""
+        params = request.sampling_params
+        if params.temperature < _SAMPLING_EPS or params.seed is not None:
             return request
         params = copy.copy(params)
         params.seed = self._random.getrandbits(_SEED_BITS)

@@ -90,9 +90,11 @@ class VllmStageApi(StageApi):
                 raise ValueError("a stage that works on chunks does not take embeddings")
             over = {**given.sampling, **sampling}
             params = self._client_params(source, over, part.resumable) if for_client else self._params.of_stage(over)
-            return self._processed(source, prompt, params, part)
+            request = self._processed(source, prompt, params, part)
         except INVALID as error:
             raise self._refusal(error) from error
+        # A session of chunks is replayed. Some engines sample each turn by its own seed.
+        return self.with_seed(request) if part.resumable else request
 
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> Any:
         """A first stage's request: the client's own, or its text for another model."""
