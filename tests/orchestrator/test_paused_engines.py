@@ -11,6 +11,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
+from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.pool import engine_refusals
 from vllm_omni_plugin.orchestrator.pool.engine_refusals import RETRY_S
 
@@ -162,6 +163,22 @@ async def test_a_request_that_is_aborted_while_it_waits_for_the_end_of_a_pause_i
         fleet.now += retry_s
         await sent(fleet, "b")
         assert (fleet.orchestrator.metrics.paused, len(link.added)) == (1, 4)
+
+
+async def test_a_request_that_waits_for_the_end_of_a_pause_waits_for_a_replica_when_the_last_one_is_lost() -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        await at_the_only_replica(fleet, "ab")
+        for name in "ab":
+            refuse(fleet, name)
+        fleet.kill(0)
+        assert (fleet.orchestrator.metrics.paused, fleet.orchestrator.metrics.held) == (0, 2)
+        fleet.join(fleet.pool.member(0))
+        for name in "ab":
+            refuse(fleet, name)
+        fleet.kill(0)
+        fleet.now += 600.0
+        fleet.orchestrator.tick()
+        assert [(name, type(error)) for name, error in await fleet.read()] == [(name, NoReplicaError) for name in "ab"]
 
 
 @pytest.mark.parametrize("then", ["it is answered", "it is aborted", "another one is aborted"])

@@ -380,7 +380,7 @@ class Dispatcher:
         """A replica serves no more: the runs that wait for it, and all if none serves, wait for others."""
         runs = self._waiting.waiting_for(member)
         if not self._pool.serving:
-            runs = [*self._waiting.runs(WaitReason.QUEUED)]
+            runs = [*self._waiting.runs(WaitReason.QUEUED), *self._waiting.runs(WaitReason.PAUSED)]
         for run in runs:
             self._wait(run, WaitReason.RETURNED)
         self._take_steps()
