@@ -152,6 +152,13 @@ async def test_a_request_whose_wait_ends_while_a_cache_is_freed_fails() -> None:
         assert [name for name, _ in fleet.ends] == ["b"]
 
 
+async def test_a_cache_that_no_decode_is_there_to_free_is_no_failed_request() -> None:
+    async with KvFleet() as fleet:
+        await while_no_decode_serves(fleet)
+        await fleet.abort("a")
+        assert not any(fleet.orchestrator.metrics.requests_failed.values())
+
+
 async def test_a_cache_for_which_a_decode_was_asked_is_left_to_its_engine() -> None:
     async with KvFleet() as fleet:
         await while_the_cache_is_fetched(fleet)

@@ -126,6 +126,7 @@ async def test_the_decode_stage_computes_the_prompt_if_the_prefill_fails_or_cann
         assert fleet.ends == [("r", "stop")]
         assert fleet.call_ends("r") == [None]
         assert fleet.in_flight == 0
+        assert not any(fleet.orchestrator.metrics.requests_failed.values()), "no client got an error"
 
 
 async def test_a_prefill_whose_last_replica_is_lost_before_it_was_sent_took_no_time(gate: threading.Event) -> None:

@@ -129,7 +129,8 @@ class Orchestrator:
             )
             for stage_id in prefill_stages:
                 stage_pools[stage_id].on_caches_gone = partial(requests.take_back_caches, stage_id)
-                self._dispatchers[stage_id].finisher.on_late_end = partial(requests.free_cache, stage_id)
+                finisher = self._dispatchers[stage_id].finisher
+                finisher.is_optional, finisher.on_late_end = True, partial(requests.free_cache, stage_id)
             self._requests = requests
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 

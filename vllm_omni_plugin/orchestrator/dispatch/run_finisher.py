@@ -51,6 +51,8 @@ class RunFinisher:
         self._suspects = suspects
         self._runs = runs
         self._ended: list[RunEnded] = []
+        # Whether a request goes on without what fails here.
+        self.is_optional = False
         # Called with the id and transfer parameters of the last output of an attempt whose run has ended before.
         self.on_late_end: Callable[[str, Any], None] = lambda request_id, params: None
 
@@ -143,9 +145,11 @@ class RunFinisher:
         """End a run with an error, unless it has ended; its engine may have it. `refused`: no replica serves."""
         if run.ended:
             return
+        # No client gets the error of a prefill, or of a clean-up.
+        is_needed = not (self.is_optional or run.request.abort_immediately)
         if isinstance(error, RequestRefusedError):
             count_reason(self._metrics.requests_refused, (self._pool.stage_id, error.reason, str(error.status)))
-        elif refused or isinstance(error, RequestLostError):
+        elif is_needed and (refused or isinstance(error, RequestLostError)):
             self._metrics.count_failure(error, refused)
         self.abort((run,))
         self._ended.append(RunEnded(run, error=error))
