@@ -19,6 +19,7 @@ from vllm.v1.engine import FinishReason
 
 from tests.fakes.conditions import eventually
 from tests.fakes.free_ports import free_port
+from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.integration.rust_front_end.front_end_http import FrontEndHttp
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
@@ -52,6 +53,15 @@ async def test_the_standby_serves_those_that_wait_and_no_connection_is_refused(h
     assert {answer.status_code for answer in served} == {200}
     assert (await head.ask()).status_code == 200
     await head.has_standby(3)
+
+
+async def test_it_does_not_belong_to_an_engine_that_is_spawned_at_the_same_time(
+    tiny_model: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FLEET_ENGINE, "/proc/1/fd/1000")
+    async with started_head(tiny_model) as head:
+        # What belongs to an engine is killed when that engine crashes.
+        assert not any(FLEET_ENGINE in environment(process) for process in head.processes)
 
 
 async def test_a_standby_that_ends_is_replaced_at_once(head: Head) -> None:
@@ -227,6 +237,10 @@ async def test_with_grpc(tiny_model: Path, sockets: Path) -> None:
         os.kill(head.serving, signal.SIGKILL)
         await head.has_standby(3)
         await eventually(partial(answers_http2, port), "the gRPC server")
+
+
+def environment(process: int) -> str:
+    return Path(f"/proc/{process}/environ").read_text()
 
 
 def is_refused(port: int | None) -> bool:

@@ -27,6 +27,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.server_updates import complete
 from vllm_omni_plugin.other_loop import call_on
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
+from vllm_omni_plugin.vllm_api.launch.leftovers import unmarked_environment
 from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
 
 logger = init_logger(__name__)
@@ -279,7 +280,9 @@ class RustFrontEnd:
             command = front_end_command(self._binary, args, http.fileno(), requests, outputs, grpc=grpc_socket)
             inherited = [http.fileno(), requests, outputs, *(() if grpc_socket is None else (grpc_socket,))]
             # A session of its own: a terminal's Ctrl-C is for this process, which then ends it.
-            process = await asyncio.create_subprocess_exec(*command, pass_fds=inherited, start_new_session=True)
+            process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=inherited, env=unmarked_environment(), start_new_session=True
+            )
         except BaseException:
             for listener in listeners:
                 listener.cleanup()
