@@ -89,6 +89,32 @@ async def test_an_unloaded_adapter_is_the_fleets_own(fleet: RustFleet, front_end
         assert added[1] == removed
 
 
+async def test_an_adapter_that_is_loaded_again_since_a_client_left_is_one(
+    fleet: RustFleet, front_end: PlayedFrontEnd
+) -> None:
+    fleet.answer_with(lambda link, call_id, method, args: link.answer(call_id, True))
+    # The front end has forgotten the first.
+    for own_id in (1, 2):
+        await load(front_end, "fr", own_id, "adapters/fr")
+    await front_end.call(2, "remove_lora", 2)
+    assert (await front_end.read()).utility_output.result.result is True
+    assert fleet.link.adapters.surplus == set()
+    # Another head loads it.
+    await fleet.calls.add_lora_async(LoRARequest("fr", 77, "adapters/fr"))
+    fleet.link.adapters.refresh()
+    assert [adapter.lora_int_id for adapter in fleet.link.adapters.missing] == [77]
+
+
+async def test_an_adapter_is_unloaded_again_since_a_client_left(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
+    # As an engine without the adapter.
+    fleet.answer_with(lambda link, call_id, method, args: link.answer(call_id, len(link.calls) < 3))
+    await load(front_end, *ADAPTER)
+    for call_id in (2, 3):
+        await front_end.call(call_id, "remove_lora", 1)
+        assert (await front_end.read()).utility_output.result.result is True
+    assert fleet.link.adapters.surplus == set()
+
+
 async def test_a_request_for_an_adapter_that_is_not_loaded_is_invalid(
     fleet: RustFleet, front_end: PlayedFrontEnd
 ) -> None:

@@ -37,23 +37,23 @@ class FleetAdapters:
     def __init__(self, calls: UtilityCallClient, changed: Callable[["Future[None] | None"], None]) -> None:
         self._calls = calls
         self._changed = changed
-        # Names by the ids of the running front end, and names with a call in progress.
-        self._names: dict[int, str] = {}
+        # The ids of the running front end by name, and names with a call in progress.
+        self._loaded: dict[str, int] = {}
         self._changing: list[str] = []
         self.in_fleet: Mapping[str, Adapter] = {}
         self.missing: tuple[Adapter, ...] = ()
         self.surplus: frozenset[str] = frozenset()
 
     def front_end_starts(self) -> None:
-        self._names = {}
+        self._loaded = {}
         self.refresh()
 
     def refresh(self, applied: "Future[None] | None" = None) -> None:
         """Compare with the fleet: which adapters the front end lacks, and which it has that are gone."""
         self.in_fleet = self._calls.shared_adapters()
-        known = {*self._names.values(), *self._changing}
+        known = {*self._loaded, *self._changing}
         self.missing = tuple(adapter for name, adapter in self.in_fleet.items() if name not in known)
-        self.surplus = frozenset(self._names.values()) - {*self.in_fleet, *self._changing}
+        self.surplus = frozenset(self._loaded) - {*self.in_fleet, *self._changing}
         self._changed(applied)
 
     def use_in(self, request: Any) -> None:
@@ -68,7 +68,7 @@ class FleetAdapters:
 
     async def add(self, adapter: LoRARequest) -> Any:
         """Load an adapter for the front end; returns and raises what the call to the fleet does."""
-        names, name = self._names, adapter.lora_name
+        loaded, name = self._loaded, adapter.lora_name
         with self._change(name):
             shared = self._calls.shared_adapters().get(name)
             added: Any = True
@@ -79,22 +79,26 @@ class FleetAdapters:
                 if added and shared is not None and shared.lora_int_id != fleet_id:
                     await self._calls.forget_lora_async(shared.lora_int_id)
             if added:
-                names[adapter.lora_int_id] = name
+                # It has no other of this name: it forgets a load whose client leaves, and has another id for the next.
+                loaded[name] = adapter.lora_int_id
             return added
 
     async def remove(self, own_id: int) -> Any:
-        """Unload an adapter that the front end has; returns and raises what the call to the fleet does."""
-        names, name = self._names, self._names[own_id]
+        """Unload an adapter of the front end; returns and raises what the call to the fleet does.
+
+        One that is not loaded is gone: the front end keeps an adapter whose unloading a client has not awaited.
+        """
+        loaded = self._loaded
+        name = next((name for name, each in loaded.items() if each == own_id), None)
+        if name is None:
+            return True
         with self._change(name):
             shared = self._calls.shared_adapters().get(name)
             # Another head may have unloaded it.
             removed = shared is None or await self._calls.remove_lora_async(shared.lora_int_id)
-            if removed:
-                names.pop(own_id, None)
+            if removed and loaded.get(name) == own_id:
+                del loaded[name]
             return removed
-
-    def has_loaded(self, own_id: int) -> bool:
-        return own_id in self._names
 
     @contextmanager
     def _change(self, name: str) -> Iterator[None]:

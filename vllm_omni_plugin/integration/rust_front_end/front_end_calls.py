@@ -22,7 +22,7 @@ class FrontEndCalls:
         match method, args:
             case "add_lora", [fields]:
                 return await self._adapters.add(convert(fields, LoRARequest))
-            case "remove_lora", [int(own_id)] if self._adapters.has_loaded(own_id):
+            case "remove_lora", [int(own_id)]:
                 return await self._adapters.remove(own_id)
             case "collective_rpc", _:
                 return await self._calls.collective_rpc_async(*args)
