@@ -127,6 +127,18 @@ async def test_an_output_that_the_front_end_cannot_read_fails_its_request_only(
     assert (good.request_id, good.new_token_ids, good.stop_reason) == ("b-1", [6], 6)
 
 
+async def test_a_request_whose_parameters_vllm_refuses_is_answered_with_its_reason(
+    fleet: RustFleet, front_end: PlayedFrontEnd
+) -> None:
+    wrong = SamplingParams()
+    wrong.top_p = 3.0
+    await front_end.add("a-1", sampling_params=wrong)
+    refused = await front_end.read_output()
+    assert refused.error is not None
+    assert (refused.request_id, refused.error.code) == ("a-1", "validation_error")
+    assert "top_p must be in (0, 1]" in refused.error.message
+
+
 async def test_rules_that_fail_fail_their_request_only(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
     def fail(request: Any) -> None:
         raise KeyError(request.request_id)

@@ -259,6 +259,7 @@ class FrontEndLink(FrontEnd):
         refusal = self._rules.why_closed()
         if refusal:
             raise NoReplicaError(refusal)
+        self._codec.read_params(request)
         if self._drops_transfers:
             # Only the pipeline sets the parameters of KV transfers.
             drop_transfers(request)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -15,6 +16,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult
 
+from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.vllm_api.codecs.sim_protocol import EngineCoreCodec
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 
@@ -33,12 +35,41 @@ _FAILED = "internal_error"
 class FrontEndCodec:
     """Decodes what the front end sends to an engine, and encodes what it gets. Not thread-safe.
 
-    `decode` is that of `StageCodec`, with an `EngineCoreRequest`. Requests may share their sampling parameters.
+    `decode` is that of `StageCodec`, with an `EngineCoreRequest` whose sampling parameters `read_params` decodes.
     """
 
     def __init__(self) -> None:
-        self.decode = _RequestCodec().decode
+        request = msgspec.defstruct(
+            "FrontEndRequest",
+            [("sampling_params", msgspec.Raw)],
+            bases=(EngineCoreRequest,),
+            array_like=True,
+            omit_defaults=True,
+            gc=False,
+        )
+        self.decode = EngineCoreCodec(request).decode
         self._encoder = MsgpackEncoder()
+        self._sampling_params = msgspec.msgpack.Decoder(SamplingParams | None)
+        self._known: dict[bytes, SamplingParams | None] = {}
+
+    def read_params(self, request: Any) -> None:
+        """Decode the sampling parameters of a request, which are those of an earlier one if they are equal.
+
+        vLLM checks and completes them in Python whenever they are decoded, which took half of the time of a request.
+        Raises StageInputError with vLLM's reason if it refuses them.
+        """
+        encoded = bytes(request.sampling_params)
+        if encoded in self._known:
+            request.sampling_params = self._known[encoded]
+            return
+        try:
+            params = request.sampling_params = self._sampling_params.decode(encoded)
+        except (msgspec.ValidationError, VLLMClientError) as error:
+            raise StageInputError(str(error)) from error
+        if len(encoded) <= _MAX_KNOWN_BYTES:
+            if len(self._known) == _MAX_KNOWN:
+                self._known.clear()
+            self._known[encoded] = params
 
     def encode_outputs(self, outputs: Any) -> Frames:
         """Encode the outputs of one engine. Tensors are not copied.
@@ -88,39 +119,6 @@ class FrontEndCodec:
         output = _end(request_id, FinishReason.ERROR)
         output.error = RequestError(code, message, retryable)
         return self._encode(EngineCoreOutputs(outputs=[output]))
-
-
-class _RequestCodec(EngineCoreCodec):
-    """Decodes `EngineCoreRequest`, whose sampling parameters mostly are those of an earlier request.
-
-    vLLM checks and completes them in Python whenever they are decoded, which took half of the time of a request.
-    """
-
-    def __init__(self) -> None:
-        request = msgspec.defstruct(
-            "FrontEndRequest",
-            [("sampling_params", msgspec.Raw)],
-            bases=(EngineCoreRequest,),
-            array_like=True,
-            omit_defaults=True,
-            gc=False,
-        )
-        super().__init__(request)
-        self._sampling_params = msgspec.msgpack.Decoder(SamplingParams | None)
-        self._known: dict[bytes, SamplingParams | None] = {}
-
-    def _decode_request(self, frames: Frames) -> Any:
-        request = super()._decode_request(frames)
-        encoded = bytes(request.sampling_params)
-        if encoded in self._known:
-            request.sampling_params = self._known[encoded]
-            return request
-        params = request.sampling_params = self._sampling_params.decode(encoded)
-        if len(encoded) <= _MAX_KNOWN_BYTES:
-            if len(self._known) == _MAX_KNOWN:
-                self._known.clear()
-            self._known[encoded] = params
-        return request
 
 
 def _not_below_0(value: Any) -> Any:
