@@ -41,6 +41,7 @@ class StartedFleet(RustFleet):
     Attributes:
         engines: what `start` returns or raises, as soon as `loaded` is set, which `close` does too.
         closed_after: the timeouts of its `close` calls.
+        handler: of SIGTERM during the last of them.
         processes: ids of those that it watches.
     """
 
@@ -50,6 +51,7 @@ class StartedFleet(RustFleet):
         self.engines: list[list[bytes]] | OmniError = [[READY] * replicas]
         self.loaded = threading.Event()
         self.closed_after: list[float | None] = []
+        self.handler: Any = None
         self.processes: list[int] = []
 
     def start(self) -> list[list[bytes]]:
@@ -71,6 +73,7 @@ class StartedFleet(RustFleet):
 
     def close(self, timeout: float | None = None) -> None:
         self.closed_after.append(timeout)
+        self.handler = signal.getsignal(signal.SIGTERM)
         self.loaded.set()
 
 
@@ -305,6 +308,25 @@ async def test_a_signal_lets_requests_finish_and_a_second_one_does_not(start: An
         assert link.aborted == [engine_id]
         with pytest.raises(httpx.TransportError):
             await running
+
+
+async def test_a_signal_while_engines_end_does_not_kill_it(start: Any) -> None:
+    async with start() as head:
+        await head.serves()
+        send(signal.SIGTERM)
+        await head.ends()
+        assert head.fleet.handler is not signal.SIG_DFL
+
+
+async def test_a_replica_that_has_not_started_yet_takes_no_metrics_of_others(start: Any) -> None:
+    admin_port = free_port()
+    fleet = StartedFleet()
+    # The other one is tried again.
+    fleet.engines = [[READY]]
+    async with start(fleet=fleet, admin_port=admin_port) as head, httpx.AsyncClient() as operator:
+        await head.serves()
+        metrics = (await operator.get(f"http://{HERE}:{admin_port}/metrics")).text
+        assert 'vllm:num_requests_running{engine="1"' in metrics
 
 
 async def test_a_drained_head_refuses_new_requests(start: Any) -> None:

@@ -133,10 +133,11 @@ class Server:
             await self._run()
         finally:
             await self._front_end.close()
-            for signum in SIGNALS:
-                loop.remove_signal_handler(signum)
             await self._admin.close()
             await asyncio.to_thread(self._fleet.close, None if self._serves and not self._hurries else 0.0)
+            # Not before: without a handler, a further signal would kill this process, which leaves its files.
+            for signum in SIGNALS:
+                loop.remove_signal_handler(signum)
             # Else libraries complain of what is left when the process ends.
             gc.unfreeze()
 
@@ -184,9 +185,11 @@ class Server:
             if own:
                 self._configured = True
                 apply_ready_responses(self._vllm_config, own)
-            for stage_id, responses in enumerate(ready_responses):
-                for replica_id in range(len(responses)):
-                    self._admin.statistics.joined(engine_index(stage_id, replica_id))
+            for pool in self._fleet.orchestrator.stage_pools:
+                for member in pool.members:
+                    # Also one that has not started yet: it is tried again. Of others the orchestrator tells.
+                    if not member.remote:
+                        self._admin.statistics.joined(member.engine_index)
             return as_only_engine(own or [await self._first_to_join()])
         except OmniError:
             if self._ending:
