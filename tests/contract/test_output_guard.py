@@ -242,7 +242,7 @@ def test_a_message_is_decoded_as_vllm_does(output: Any) -> None:
     assert all(isinstance(each, EngineCoreOutput) for each in decoded.outputs)
     vllms = MsgpackDecoder(EngineCoreOutputs).decode(frames)
     assert repr(msgspec.structs.asdict(decoded.outputs[1])) == repr(msgspec.structs.asdict(vllms.outputs[1]))
-    assert (decoded.scheduler_stats, decoded.timestamp) == (vllms.scheduler_stats, 1.5)
+    assert (vars(decoded.scheduler_stats), decoded.timestamp) == (vars(vllms.scheduler_stats), 1.5)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.metrics.stats import KVCacheEvictionEvent, PrefillStats, SchedulerStats
 from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, build_late_interaction_query_params
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import WireError
@@ -20,6 +21,7 @@ from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.engine_messages.scheduler_reports import fleet_levels
 
 PROMPT = [5, 6, 7]
 
@@ -112,9 +114,28 @@ def test_a_message_whose_load_is_cleared_reports_an_idle_engine() -> None:
 
 
 @pytest.mark.parametrize("usage", [math.nan, math.inf, -math.inf, -0.5, 7.0])
-def test_an_invalid_kv_usage_is_zero(usage: float) -> None:
-    report = EngineApi().load_report(EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_cache_usage=usage)))
-    assert report == LoadReport(0, 0, 0.0)
+def test_an_invalid_kv_usage_is_zero_for_policies_and_in_sums_over_replicas(usage: float) -> None:
+    outputs = received(SchedulerStats(kv_cache_usage=usage))
+    assert EngineApi().load_report(outputs) == LoadReport(0, 0, 0.0)
+    assert fleet_levels([outputs.scheduler_stats, SchedulerStats(kv_cache_usage=0.5)])["kv_cache_usage"] == 0.25
+
+
+@pytest.mark.parametrize(("time", "is_kept"), [(2.5, True), (math.nan, False), (math.inf, False), (-1.0, False)])
+def test_statistics_after_which_a_histogram_would_be_nan_or_fall_are_dropped(time: float, is_kept: bool) -> None:
+    transfers = {"NixlConnector": {"transfer_duration": [1.0, time], "num_failed_transfers": 0, "name": "a"}}
+    events = [KVCacheEvictionEvent(1.0, 2.0, (0.5,)), KVCacheEvictionEvent(1.0, 2.0, (0.5, time))]
+    sent = SchedulerStats(
+        num_running_reqs=3, kv_connector_stats=transfers, ec_connector_stats=transfers, kv_cache_eviction_events=events
+    )
+    stats = received(sent).scheduler_stats
+    assert stats.num_running_reqs == 3
+    assert [stats.kv_connector_stats, stats.ec_connector_stats] == [transfers if is_kept else None] * 2
+    assert stats.kv_cache_eviction_events == (events if is_kept else events[:1])
+
+
+def received(stats: SchedulerStats) -> Any:
+    """A message with these statistics, as a head decodes it."""
+    return EngineApi().decode_outputs(MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats)))
 
 
 def test_the_size_of_an_engine_is_read_from_the_ready_response() -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass
+from math import inf
 from operator import attrgetter
 from random import Random, SystemRandom
 from types import GenericAlias
@@ -163,8 +164,7 @@ class EngineApi:
         if clear:
             stats.num_waiting_reqs = stats.num_skipped_waiting_reqs = stats.num_running_reqs = 0
             stats.kv_cache_usage = 0.0
-        # An engine may divide by zero blocks. A NaN would make every later comparison false.
-        return LoadReport(waiting, running, usage if 0.0 <= usage <= 1.0 else 0.0)
+        return LoadReport(waiting, running, usage)
 
     def cut_short(self, output: Any) -> bool:
         """Whether the output ends its request early, with all turns of a streaming-input session."""
@@ -220,6 +220,32 @@ class _PrefillStats(PrefillStats):  # type: ignore[misc]
                     setattr(self, each.name, 0)
 
 
+@dataclass
+class _SchedulerStats(SchedulerStats):  # type: ignore[misc]
+    """Without what would make sums over replicas or time NaN, or let them fall: no client asked for these numbers."""
+
+    def __post_init__(self) -> None:
+        stats: Any = self
+        # An engine may divide by zero blocks.
+        if not 0.0 <= stats.kv_cache_usage <= 1.0:
+            stats.kv_cache_usage = 0.0
+        if events := stats.kv_cache_eviction_events:
+            stats.kv_cache_eviction_events = [event for event in events if _can_be_summed(vars(event))]
+        if not _can_be_summed(stats.kv_connector_stats):
+            stats.kv_connector_stats = None
+        if not _can_be_summed(stats.ec_connector_stats):
+            stats.ec_connector_stats = None
+
+
+def _can_be_summed(value: Any) -> bool:
+    """Whether all numbers in plain data are finite and not below 0."""
+    if isinstance(value, dict):
+        return all(map(_can_be_summed, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_can_be_summed, value))
+    return not isinstance(value, int | float) or 0 <= value < inf
+
+
 def _checked(kind: Any, types: dict[Any, Any]) -> Any:
     """A data class with other types for some of its fields."""
     redefined = [(each.name, types.get(each.type, each.type), copy.copy(each)) for each in fields(kind)]
@@ -264,6 +290,7 @@ def _outputs_decoder() -> Any:
     )
     outputs: Any = [
         ("outputs", GenericAlias(list, output), msgspec.field(default_factory=list)),
+        ("scheduler_stats", _SchedulerStats | None, None),
         ("timestamp", seconds, 0.0),
     ]
     return _OutputsDecoder(msgspec.defstruct("CheckedOutputs", outputs, bases=(EngineCoreOutputs,), **options))
