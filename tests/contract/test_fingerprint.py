@@ -144,6 +144,9 @@ def test_how_embeddings_are_pooled_must_be_the_same(model: Path, pooling: dict[s
         ({"enable_lora": True, "max_lora_rank": 8}, ["LoRA"]),
         ({"enable_prompt_embeds": True}, ["prompt embeddings"]),
         ({"logprobs_mode": "processed_logprobs"}, ["logprobs mode"]),
+        ({"use_fp64_gumbel": True}, ["sampling noise"]),
+        ({"mamba_cache_dtype": "float32"}, ["Mamba cache dtype"]),
+        pytest.param({"mamba_ssm_cache_dtype": "float32"}, [], id="what vLLM sets on some CPUs"),
         # A model in local files has no revision but these.
         ({"revision": "old"}, []),
         ({"load_format": "dummy"}, ["load format"]),

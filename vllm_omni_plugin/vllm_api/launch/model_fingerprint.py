@@ -58,6 +58,8 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         "pooling": _pooling(model.pooler_config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "KV cache dtype": _short(f"{cache.cache_dtype}{f', but not of layers {sorted(skipped)}' if skipped else ''}"),
+        # Without that of the state alone, which vLLM's builds for CPUs set for any model: a head may run on one.
+        "Mamba cache dtype": str(cache.mamba_cache_dtype),
         "quantization": _quantization(model),
         "quantization config": _short(str(model.quantization_config)),
         "max model length": str(model.max_model_len),
@@ -66,6 +68,8 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         "images are normalized": _normalizes(model.multimodal_config),
         "multimodal": _multimodal(model.multimodal_config),
         "logprobs mode": str(model.logprobs_mode),
+        # With a seed, other noise is another answer.
+        "sampling noise": "float64" if model.use_fp64_gumbel else "float32",
         "logits processors": _logits_processors(model.logits_processors),
         "LoRA": _lora(vllm_config.lora_config),
     }
