@@ -7,6 +7,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,13 @@ from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.config import FLAGS
-from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, RanksUnknownError, RequestRefusedError
+from vllm_omni_plugin.errors import (
+    CoordinatorUnavailableError,
+    NoReplicaError,
+    OmniError,
+    RanksUnknownError,
+    RequestRefusedError,
+)
 from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
@@ -301,6 +308,21 @@ async def test_errors_of_our_routes_are_formatted_like_openais(build: BuildApp) 
         "param": None,
         "code": 404,
     }
+
+
+async def test_a_503_of_our_routes_has_retry_after_although_vllm_drops_the_headers_of_errors(build: BuildApp) -> None:
+    async def explain(**_: Any) -> None:
+        raise NoReplicaError("No replica can serve.")
+
+    app, fleet = build(), FakeFleet()
+    fleet.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
+    fleet.pool.member(0).remote = True
+    app.state.omni_explain = explain
+    async with fleet, client_of(app, Authorization=f"Bearer {ADMIN_KEYS[0]}") as client:
+        give_fleet(app, fleet)
+        for path, body in (("/omni/replicas/0.0/drain", None), ("/omni/explain", {"prompt": "x"})):
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.headers.get("retry-after")) == (503, "5")
 
 
 async def test_a_request_that_cannot_be_served_is_refused_after_its_key_was_checked(build: BuildApp) -> None:

@@ -123,10 +123,10 @@ def unavailable(orchestrator: Orchestrator, why: str = "") -> NoReplicaError:
 class HoldMiddleware:
     """Holds POST requests to inference paths by `app.state.omni_hold`; says why a health check fails.
 
-    A refusal is a 503 with `Retry-After` in the format of OpenAI's errors. Any other 503 of these paths gets the same
-    header, because vLLM's error handlers set none. `paths` are below the root path. `has_key`, also true if the server
-    needs no key, is asked since vLLM does not check the keys of all paths, and requests without a key must not take the
-    places of requests with one.
+    A refusal is a 503 with `Retry-After` in the format of OpenAI's errors. Any other 503 but of a health check gets
+    the header, too: vLLM's error handlers set none, and drop that of an `HTTPException`. `paths` are below the root
+    path. `has_key`, also true if the server needs no key, is asked since vLLM does not check the keys of all paths, and
+    requests without a key must not take the places of requests with one.
     """
 
     def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[Headers], bool]) -> None:
@@ -140,7 +140,7 @@ class HoldMiddleware:
         is_held = is_health or is_request("POST", self._paths, scope)
         hold: Hold | None = getattr(scope["app"].state, "omni_hold", None) if is_held else None
         if hold is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _with_retry_after(send))
         elif is_health and hold.is_needed:
             await PlainTextResponse(f"{hold.reason}\n", HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
         elif not hold.is_needed:

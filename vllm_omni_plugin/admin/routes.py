@@ -123,12 +123,12 @@ async def _manage(request: Request, replica: str, action: Action) -> None:
 
 @contextmanager
 def _http_errors() -> Iterator[None]:
-    """Turn our errors into their HTTP status; the coordinator's absence gets Retry-After."""
+    """Turn our errors into their HTTP status; a 503 gets Retry-After."""
     try:
         yield
     except OmniError as error:
         for status, kinds in _STATUS.items():
             if isinstance(error, kinds):
-                retry = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, CoordinatorUnavailableError) else None
+                retry = {"Retry-After": str(RETRY_AFTER_S)} if status is HTTPStatus.SERVICE_UNAVAILABLE else None
                 raise HTTPException(status, str(error), retry) from error
         raise
