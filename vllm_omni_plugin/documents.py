@@ -1,8 +1,8 @@
 """YAML files written by users: parsing, JSON Schema, and errors that name the line and the key."""
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +146,7 @@ def _fault_of_aliases(data: Any) -> str | None:
     return None
 
 
+_MAX_WHOLE_NUMBER = 2**53
 _MAX_SHOWN = 60
 """Characters of a value in a message."""
 _TYPES = {
@@ -167,7 +168,8 @@ def validate(document: Document, schema: Mapping[str, Any], out_of_place: Mappin
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
-    checker = Draft202012Validator.TYPE_CHECKER.redefine("number", _is_finite_number)
+    numbers = {"number": _is_finite_number, "integer": _is_whole_number}
+    checker = Draft202012Validator.TYPE_CHECKER.redefine_many(numbers)
     faults = sorted(
         (error.validator == "required", document.line(place), str(place), place, message)
         for error in extend(Draft202012Validator, type_checker=checker)(dict(schema)).iter_errors(document.data)
@@ -180,7 +182,19 @@ def validate(document: Document, schema: Mapping[str, Any], out_of_place: Mappin
 
 
 def _is_finite_number(_: Any, value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Not `math.isfinite`, which raises for an integer that no float can be.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_whole_number(checker: Any, value: Any) -> bool:
+    """Also 2.0, as JSON has it; not what a float cannot tell from its neighbours."""
+    return _is_finite_number(checker, value) and value == int(value) and abs(value) < _MAX_WHOLE_NUMBER
+
+
+def _expected_type(error: Any) -> str:
+    kind, value = error.validator_value, error.instance
+    is_too_large = kind == "integer" and isinstance(value, int | float) and abs(value) >= _MAX_WHOLE_NUMBER
+    return _TYPES[kind] + (" below 2**53" if is_too_large else "")
 
 
 def _place_and_message(error: Any, out_of_place: Mapping[str, str]) -> tuple[Place, str]:
@@ -221,7 +235,7 @@ _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "required": lambda error: (
             f"needs {' and '.join(repr(key) for key in error.validator_value if key not in error.instance)}"
         ),
-        "type": lambda error: _must(_TYPES[error.validator_value], error),
+        "type": lambda error: _must(_expected_type(error), error),
         "uniqueItems": lambda error: "must not repeat an entry",
     }
 )

@@ -13,6 +13,8 @@ from vllm_omni_plugin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "admission.yaml"
+HUGE = "1" + "0" * 400
+"""An integer that no float can be."""
 PAGE = (ROOT / "docs" / "admission.md").read_text()
 
 
@@ -78,9 +80,15 @@ def test_an_empty_file_is_the_default_config(file: Path) -> None:
         ("max_wait: .nan", "1: max_wait: must be a number, not NaN"),
         ("max_wait: .inf", "1: max_wait: must be a number, not Infinity"),
         ("max_waiting_requests: 1.5", "1: max_waiting_requests: must be a whole number, not 1.5"),
+        pytest.param(f"max_wait: {HUGE}", f"1: max_wait: must be a number, not {HUGE[:60]}...", id="too large"),
+        ("max_waiting_requests: 1.0e+30", "1: max_waiting_requests: must be a whole number below 2**53, not 1e+30"),
+        pytest.param(
+            f"max_waiting_tokens: {HUGE}", "1: max_waiting_tokens: must be a whole number below ", id="a count"
+        ),
         ("max_waiting_requests: 0", "1: max_waiting_requests: must be at least 1, not 0"),
         ("tenants:\n  a: {weight: 0}", "2: tenants.a.weight: must be at least 0.001, not 0"),
         ("tenants:\n  a: {weight: 1000001}", "2: tenants.a.weight: must be at most 1000000, not 1000001"),
+        ("tenants:\n  a: {tokens_per_s: 1.0e-320}", "2: tenants.a.tokens_per_s: must be at least 0.001, not 1e-320"),
         ("tenants:\n  a: {burst_tokens: 3}", "2: tenants.a: 'burst_tokens' needs 'tokens_per_s'"),
         ("tenants:\n  '': {}", "2: tenants['']: must not be empty"),
         (f"tenants:\n  {'x' * 129}: {{}}", f"2: tenants.{'x' * 129}: must have at most 128 characters, not 129"),
