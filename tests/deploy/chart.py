@@ -113,6 +113,15 @@ def values(models: Sequence[dict[str, Any]] = (MODEL,), **spec: Any) -> dict[str
     return {"servingEngineSpec": {"fleetSecret": SECRET, "modelSpec": list(models), **spec}}
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that occur twice, as readers of manifests do."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"{sorted(keys)} in line {node.start_mark.line + 1}"
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True)
 class Manifests:
     objects: Sequence[dict[str, Any]]
@@ -127,6 +136,11 @@ class Manifests:
     def pod(self, kind: str, name: str) -> dict[str, Any]:
         spec: dict[str, Any] = self.get(kind, name)["spec"]["template"]["spec"]
         return spec
+
+    def annotation(self, kind: str, name: str, key: str = "checksum/secrets") -> str:
+        """Of the pods of a workload."""
+        annotations: dict[str, str] = self.get(kind, name)["spec"]["template"]["metadata"]["annotations"]
+        return annotations[key]
 
     def command(self, kind: str, name: str) -> list[str]:
         (container,) = self.pod(kind, name)["containers"]
@@ -149,4 +163,4 @@ def _render(given: str, release: str) -> Manifests:
         chart.validate_schema(json.loads(given))
         rendered = chart.render(json.loads(given), name=release, namespace=NAMESPACE)
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
-    return Manifests([found for text in texts for found in yaml.safe_load_all(text) if found])
+    return Manifests([found for text in texts for found in yaml.load_all(text, _Loader) if found])

@@ -10,7 +10,7 @@ from helm_python.errors import HelmError, HelmRenderError
 from tests.project.source_tree import ROOT
 from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME
 
-from .chart import CHART, MODEL, RUST, Manifests, render, values
+from .chart import CHART, MODEL, RUST, SECRET, Manifests, render, values
 from .flags import flags_of
 
 STAGE: dict[str, Any] = {"name": "a", "pipeline": {"output": "text", "final": True}}
@@ -106,6 +106,55 @@ def test_models_whose_objects_would_have_one_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("of_model", "other", "name"),
+    [
+        pytest.param({}, "llama-nodes", "fleet-llama-nodes", id="Service of nodes"),
+        pytest.param({}, "llama-fleet", "fleet-llama-fleet", id="Service of the coordinator"),
+        pytest.param({"nodeSpec": {"machines": 2}}, "llama-node", "fleet-llama-node", id="Service of LeaderWorkerSet"),
+        pytest.param({"stages": [STAGE | {"name": "node"}]}, "llama-node", "fleet-llama-node-node", id="StatefulSet"),
+        pytest.param({"stages": [STAGE | {"name": "head"}]}, "llama-node", "fleet-llama-node-head", id="NetworkPolicy"),
+    ],
+)
+def test_a_model_is_refused_whose_object_has_the_name_of_another_models(
+    of_model: dict[str, Any], other: str, name: str
+) -> None:
+    models = [MODEL | of_model, MODEL | {"name": other}]
+    for pair in (models, models[::-1]):
+        with pytest.raises(HelmRenderError, match=f"{name}, too: choose another name"):
+            render(values(pair))
+
+
+def test_models_with_the_names_of_objects_of_other_kinds_are_accepted() -> None:
+    manifests = render(
+        values([MODEL | {"name": name} for name in ("llama", "llama-node", "llama-head", "llama-heads")])
+    )
+    assert len(set(manifests.names())) == len(manifests.names())
+
+
+QWEN = MODEL | {"name": "qwen", "hf_token": "token"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "restarted"),
+    [
+        pytest.param({"modelSpec": [MODEL, QWEN | {"hf_token": "another"}]}, ["qwen"], id="a model's token"),
+        pytest.param({"modelSpec": [MODEL, QWEN, QWEN | {"name": "new"}]}, [], id="a new model's token"),
+        pytest.param({"fleetSecret": "another secret of all"}, ["llama", "qwen"], id="of all models"),
+    ],
+)
+def test_another_secret_restarts_the_pods_that_use_it(changed: dict[str, Any], restarted: list[str]) -> None:
+    before = {"fleetSecret": SECRET, "modelSpec": [MODEL, QWEN]}
+    one, two = (render({"servingEngineSpec": each}) for each in (before, before | changed))
+    for kind, part in (("Deployment", "head"), ("Deployment", "heads"), ("StatefulSet", "node")):
+        differing = [
+            name
+            for name in ("llama", "qwen")
+            if one.annotation(kind, f"fleet-{name}-{part}") != two.annotation(kind, f"fleet-{name}-{part}")
+        ]
+        assert differing == restarted
+
+
+@pytest.mark.parametrize(
     "fitting",
     [
         given(requestGPU=0, vllmConfig={"tensorParallelSize": 2}),
@@ -149,6 +198,13 @@ def test_a_models_values_override_the_defaults() -> None:
     for name, dtype in (("llama", "float16"), ("qwen", "bfloat16")):
         assert manifests.get("StatefulSet", f"fleet-{name}-node")["spec"]["replicas"] == 4
         assert dtype in manifests.command("StatefulSet", f"fleet-{name}-node")
+
+
+@pytest.mark.parametrize(("own", "seconds"), [({}, 10), ({"timeoutSeconds": 20}, 20)])
+def test_how_long_a_nodes_probe_may_take_is_a_value(own: dict[str, Any], seconds: int) -> None:
+    manifests = render(given(nodeSpec={"startupProbe": own, "readinessProbe": own}))
+    (node,) = manifests.pod("StatefulSet", "fleet-llama-node")["containers"]
+    assert [node[f"{kind}Probe"]["timeoutSeconds"] for kind in ("startup", "readiness")] == [seconds] * 2
 
 
 def test_every_default_is_in_the_schema() -> None:

@@ -1,19 +1,38 @@
 {{- /* The enabled models, merged with the defaults, as YAML under `models`. */ -}}
 {{- define "omni.models" -}}
 {{- $models := list -}}
-{{- $names := list -}}
+{{- $taken := list -}}
 {{- range .Values.servingEngineSpec.modelSpec -}}
 {{- $model := mergeOverwrite (deepCopy $.Values.servingEngineSpec.modelDefaults) (deepCopy .) -}}
 {{- if $model.enabled -}}
-{{- $name := include "omni.name" (dict "root" $ "model" $model) -}}
-{{- if has $name $names -}}
-{{- fail (printf "modelSpec %s: the objects of another model are called %s, too: choose another name" $model.name $name) -}}
+{{- range $object := include "omni.objects" (dict "root" $ "model" $model) | fromJsonArray -}}
+{{- if has $object $taken -}}
+{{- fail (printf "modelSpec %s: the objects of another model are called %s, too: choose another name" $model.name (base $object)) -}}
+{{- end -}}
+{{- $taken = append $taken $object -}}
 {{- end -}}
 {{- $models = append $models $model -}}
-{{- $names = append $names $name -}}
 {{- end -}}
 {{- end -}}
 models: {{ toJson $models }}
+{{- end -}}
+
+{{- /* Objects of a model that may have the name of another model's, as KIND/NAME in JSON. NetworkPolicy: and all of that name. */ -}}
+{{- define "omni.objects" -}}
+{{- $name := include "omni.name" . -}}
+{{- $objects := list -}}
+{{- range $object := list "Service/%s" "Service/%s-fleet" "Service/%s-nodes" "NetworkPolicy/%s-head" -}}
+{{- $objects = append $objects (printf $object $name) -}}
+{{- end -}}
+{{- range $set := (include "omni.nodeSets" (dict "model" .model) | fromYaml).sets -}}
+{{- $nodes := include "omni.nodeName" (dict "root" $.root "model" $set) -}}
+{{- $objects = append $objects (print "NetworkPolicy/" $nodes) -}}
+{{- /* LeaderWorkerSet makes a Service of its own name. */ -}}
+{{- if gt (int64 $set.nodeSpec.machines) 1 -}}
+{{- $objects = append $objects (print "Service/" $nodes) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $objects -}}
 {{- end -}}
 
 {{- /* The sets of nodes of (dict "model" MODEL), as YAML under `sets`: the model, or for each stage the model with its values. */ -}}
@@ -113,9 +132,39 @@ key: {{ .given.secretKey }}
 {{- end -}}
 {{- end -}}
 
+{{- /* The Secret of what is given as values for (dict "root" $ "models" MODELS). */ -}}
+{{- define "omni.secret" -}}
+{{- $spec := .root.Values.servingEngineSpec -}}
+{{- $kept := dict -}}
+{{- range $key := list "fleetSecret" "adminKey" "vllmApiKey" }}
+{{- $given := get $spec $key }}
+{{- if and $given (kindIs "string" $given) }}
+{{- $_ := set $kept $key $given }}
+{{- end }}
+{{- end }}
+{{- range .models }}
+{{- if and .hf_token (kindIs "string" .hf_token) }}
+{{- $_ := set $kept (print "hf_token_" .name) .hf_token }}
+{{- end }}
+{{- end }}
+{{- if $kept }}
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {{ .root.Release.Name }}-secrets
+  namespace: {{ .root.Release.Namespace }}
+type: Opaque
+data:
+  {{- range $key, $secret := $kept }}
+  {{ $key }}: {{ $secret | b64enc }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
 {{- /* Checksums of what pods read at their start only, so that they restart when it changes. */ -}}
 {{- define "omni.podAnnotations" -}}
-checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .root | sha256sum }}
+{{- /* The line break is from the file that earlier versions of this chart read here: without it all pods would restart. */ -}}
+checksum/secrets: {{ print (include "omni.secret" (dict "root" .root "models" (list .model))) "\n" | sha256sum }}
 {{- if .model.stages }}
 checksum/pipeline: {{ include "omni.pipeline" . | sha256sum }}
 {{- end }}
