@@ -68,7 +68,7 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
     assert refused == 3
 
 
-@pytest.mark.parametrize(("tenant", "label"), [("acme", "acme"), ("other", "other_")])
+@pytest.mark.parametrize(("tenant", "label"), [("acme", "acme"), ("other", "other_"), ("other_", "other__")])
 async def test_a_tenant_of_the_file_with_a_reserved_name_gets_a_suffix(tenant: str, label: str) -> None:
     async with FakeFleet(replicas=1, plan=AdmissionConfig(tenants={tenant: TenantSettings()})) as fleet:
         await fleet.submit("a", prompt=[1], terms=RequestTerms(tenant))
@@ -232,6 +232,13 @@ async def test_a_replica_has_its_vllm_engine_number() -> None:
     stages = [stage(0, "thinker", "text"), stage(1, "talker", "tokens", "thinker", final=True)]
     async with FakePipelineFleet(stages) as fleet:
         assert by(fleet.orchestrator, "engine", "replica_info") == {"0": 1, "10000": 1}
+
+
+async def test_a_lost_replica_is_told_apart_from_an_idle_one_whose_memory_is_empty_too() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        fleet.lose(1)
+        assert by(fleet.orchestrator, "replica", "kv_cache_usage_ratio") == {"0": 0, "1": 0}
+        assert by(fleet.orchestrator, "replica", "replica_info") == {"0": 1, "1": 0}
 
 
 async def test_every_assignment_is_counted_once_by_reason() -> None:

@@ -100,6 +100,23 @@ def test_a_process_with_a_reused_number_continues_the_counters(process: Process)
     assert scrape() == {"vllm_omni_fleet:assignments_total": {"r0": 6}}
 
 
+def test_a_counter_that_is_away_for_a_while_goes_on_and_a_gauge_is_0_meanwhile(process: Process) -> None:
+    # As that of a tenant that leaves the admission file and comes back.
+    collector = Told()
+    files = process(1, collector)
+    seen = []
+    for families in ((5,), (), (7,)):
+        collector.families = tuple(
+            family
+            for count in families
+            for family in (counter("vllm_omni_fleet:tenant_tokens", a=count), gauge("vllm_omni_fleet:heads", a=count))
+        )
+        files.write()
+        shown = scrape()
+        seen.append((shown["vllm_omni_fleet:tenant_tokens_total"]["a"], shown["vllm_omni_fleet:heads"]["a"]))
+    assert seen == [(5, 5), (5, 0), (7, 7)]
+
+
 async def test_files_are_written_repeatedly_also_after_a_failure(process: Process) -> None:
     class Failing(Told):
         asked = 0

@@ -48,7 +48,7 @@ METRICS = (
     ),
     _gauge(
         "replica_info{stage,replica,engine}",
-        "1 for each replica; `engine` is its number in `vllm:` metrics.",
+        "1 for each attached replica, 0 for others; `engine` is its number in `vllm:` metrics.",
         "livemax",
     ),
     _gauge(

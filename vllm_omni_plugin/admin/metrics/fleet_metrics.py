@@ -51,7 +51,7 @@ def _kv_usage(pool: StagePool) -> float | None:
 
 
 _OTHERS = "other"
-"""Labels of all other tenants, and of requests without a tenant. A tenant with one of these names gets a suffix."""
+"""Labels of all other tenants, and of requests without a tenant. A tenant of this name gets a suffix."""
 Samples = Iterable[tuple[tuple[object, ...], float]]
 """Pairs of label values and a number."""
 
@@ -97,9 +97,8 @@ class FleetCollector(Collector):
         shown = [*(status.value for status in ReplicaStatus), OTHER_GENERATION]
         by_state = [((pool.stage_id, state), states[pool.stage_id, state]) for pool in pools for state in shown]
         yield _family("replicas", by_state)
-        yield _family(
-            "replica_info", [((member.stage_id, member.replica_id, member.engine_index), 1) for member in members]
-        )
+        infos = [((each.stage_id, each.replica_id, each.engine_index), each.client is not None) for each in members]
+        yield _family("replica_info", infos)
         departed = {(pool.stage_id, id_): counts for pool in pools for id_, counts in pool.departed.items()}
         # Read again: a replica may have come or left since, and no sum may fall.
         members += [member for pool in pools for member in pool.members]
@@ -136,7 +135,8 @@ def _admission(admission: Admission) -> Iterator[tuple[str, Samples]]:
 
 
 def _label(tenant: str) -> str:
-    return f"{tenant}_" if tenant == _OTHERS else tenant
+    # Also of one that has such a suffix already, or two tenants would have one label.
+    return f"{tenant}_" if tenant.rstrip("_") == _OTHERS else tenant
 
 
 def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:

@@ -49,7 +49,11 @@ class MetricFiles:
                 if self._can_write(family)
                 for sample in family.samples
             }
-            gone = dict.fromkeys(self._written.keys() - values.keys(), 0.0)
+            gone = {
+                (name, labels): 0.0 if isinstance(self._metrics[name], Gauge) else before
+                for (name, labels), before in self._written.items()
+                if (name, labels) not in values
+            }
             for (name, labels), value in (values | gone).items():
                 metric = self._metrics[name].labels(*labels) if labels else self._metrics[name]
                 if isinstance(metric, Gauge):
