@@ -1,11 +1,12 @@
 """Names of head and nodes: both ends take the same address of a name that has several."""
 
+import argparse
 import socket
 from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.config import OmniConfig, host
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import (
@@ -16,6 +17,15 @@ from vllm_omni_plugin.integration.options.listening import (
     log_join_command,
     warn_if_insecure,
 )
+
+
+@pytest.mark.parametrize("name", ["a..b", ".a", f"{'a' * 64}.example", "ä" * 60])
+def test_a_name_that_python_cannot_look_up_is_refused_as_one_of_no_host(name: str) -> None:
+    with pytest.raises(UnicodeError):
+        socket.getaddrinfo(name, None)
+    with pytest.raises(argparse.ArgumentTypeError, match="neither an address nor the name of a host"):
+        host(name)
+
 
 V4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
 V6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))

@@ -6,7 +6,6 @@ Commands that operate a fleet import neither vLLM nor a large library, so that t
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +14,16 @@ from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from importlib.metadata import version
-from ipaddress import ip_address
 from typing import Any, NoReturn
 from urllib.error import HTTPError
-from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from vllm_omni_plugin.admin.admin_keys import find_head_of, read_admin_keys
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE, SILENT_S, read_messages
 from vllm_omni_plugin.admin.watch.top import Top, table, with_current_names
+from vllm_omni_plugin.cli_values import http_url, is_here, replica_id
 from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
+from vllm_omni_plugin.logger import printable
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 
 _NAME = "vllm-omni-plugin"
@@ -32,6 +31,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
 _ADMIN_KEY_FLAG = "--admin-key-file"
 _TIMEOUT_S = 30.0
+_INTERRUPTED = 130
+"""As shells count a command that SIGINT has ended."""
 _REFRESH_S = 1.0
 _UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
 """Statuses while there is no head, or while it has too many viewers."""
@@ -40,16 +41,24 @@ _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "ASSIGNED", "RESTARTS", "SINCE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0, or 1 if the server refuses or does not answer. Wrong usage exits with 2."""
+    """Run the command. Returns 0, 1 if the server refuses or is silent, 130 after Ctrl-C. Wrong usage exits with 2."""
     args = _parser().parse_args(argv)
     if hasattr(args, "url") and (head := find_head_of(args.url)) is not None:
         # With vLLM's Rust front end the routes for operators have a server of their own.
         args.url = head.admin_url or args.url
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except OmniError as error:
-        sys.stderr.write(f"{_NAME}: error: {error}\n")
+        # It may have words of a server.
+        sys.stderr.write(printable(f"{_NAME}: error: {error}") + "\n")
         return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the pipe has closed it. Otherwise Python would try to write the rest when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 
@@ -96,7 +105,7 @@ def _add_replicas(commands: Any) -> None:
     resume = actions.add_parser("resume", help="undo drain")
     for action, parser in (("drain", drain), ("resume", resume)):
         parser.set_defaults(run=_change, action=action)
-        parser.add_argument("id", metavar="ID", help="<stage>.<replica>, as listed")
+        parser.add_argument("id", type=replica_id, metavar="ID", help="<stage>.<replica>, as listed")
         parser.add_argument("--json", action="store_true", help="print the replica afterwards as JSON")
     for parser in (ls, drain, resume):
         _add_server(parser)
@@ -123,7 +132,7 @@ def _add_admin_key(commands: Any) -> None:
     about = "print the admin key of this user's head on this machine, for other programs than this one"
     admin_key = commands.add_parser("admin-key", help=about)
     admin_key.set_defaults(run=_print_local_key)
-    admin_key.add_argument("--url", type=_http_url, default=DEFAULT_URL, help="of the head (default: %(default)s)")
+    admin_key.add_argument("--url", type=http_url, default=DEFAULT_URL, help="of the head (default: %(default)s)")
 
 
 def _add_pipeline(commands: Any) -> None:
@@ -136,9 +145,7 @@ def _add_pipeline(commands: Any) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url", type=_http_url, default=DEFAULT_URL, help="the server's address (default: %(default)s)"
-    )
+    parser.add_argument("--url", type=http_url, default=DEFAULT_URL, help="the server's address (default: %(default)s)")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("VLLM_API_KEY"),
@@ -159,7 +166,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _change(args: argparse.Namespace) -> int:
-    _call(args, "POST", f"replicas/{quote(args.id, safe='')}/{args.action}")
+    _call(args, "POST", f"replicas/{args.id}/{args.action}")
     _print([replica for replica in _replicas(args) if replica["id"] == args.id], args.json)
     return 0
 
@@ -173,9 +180,6 @@ def _top(args: argparse.Namespace) -> int:
             top.run()
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:
-        # The reader of the pipe has closed it. Otherwise Python would try to write the rest when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OmniError:
         raise
     except (ValueError, LookupError, TypeError) as error:
@@ -204,7 +208,7 @@ def _explain(args: argparse.Namespace) -> int:
 def _explanation(decision: dict[str, Any]) -> str:
     fallback = f", fallback {decision['fallback']}" if decision["fallback"] else ""
     why = f"{decision['policy']}: {decision['reason']}{fallback}"
-    summary = f"{decision['prompt_tokens']} tokens would go to replica {decision['chosen']} ({why})\n"
+    summary = printable(f"{decision['prompt_tokens']} tokens would go to replica {decision['chosen']} ({why})") + "\n"
     columns = ("REPLICA", "SCORE", "MATCHED", *(name.upper().replace("_", " ") for name in _LOAD_FIELDS))
     rows = [_candidate_row(candidate) for candidate in decision["candidates"]]
     return summary + table([columns, *rows]) if rows else summary
@@ -262,13 +266,6 @@ def _ray(args: argparse.Namespace) -> int:
     return run_ray(args.arguments)
 
 
-def _http_url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text!r} does not begin with http:// or https://")
-    # vLLM binds this name to IPv4, and somebody else may listen at its other address.
-    return re.sub(r"^http://localhost\b", "http://127.0.0.1", text.rstrip("/"))
-
-
 def _replicas(args: argparse.Namespace) -> list[dict[str, Any]]:
     answer = _call(args, "GET", "replicas")
     try:
@@ -310,8 +307,14 @@ def _answer(
         with error:
             kind = ServerUnavailableError if error.code in _UNAVAILABLE else OmniError
             raise kind(_refusal(args, error, key)) from error
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, HTTPException) as error:
         raise _no_answer(args, error) from error
+    except ValueError as error:
+        # Without the error's text, which may have the key.
+        raise OmniError(
+            f"HTTP does not allow a character of the key (--api-key, VLLM_API_KEY, {ADMIN_KEY_VARIABLE}) or of the "
+            f"--url {args.url}: see that neither has line breaks"
+        ) from error
     with response:
         try:
             yield response
@@ -325,15 +328,7 @@ def _no_answer(args: argparse.Namespace, error: Exception) -> ServerUnavailableE
 
 def _opener(url: str) -> OpenerDirector:
     """An opener that uses the proxy of the environment, except for servers on this machine."""
-    return build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(url) else []))
-
-
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return build_opener(_NoRedirect, *([ProxyHandler({})] if is_here(url) else []))
 
 
 def _local_key(args: argparse.Namespace) -> str | None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import partial
@@ -98,14 +99,16 @@ def seconds(text: str) -> float:
 
 def host(text: str) -> str:
     """An address, or a name that may be known later. No list of names ever has the others."""
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(text.strip("[]"))
-    except ValueError:
-        if not _HOST_NAME.fullmatch(text):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither an address nor the name of a host; its port has a flag of its own"
-            ) from None
-    return text
+        return text
+    with suppress(UnicodeError):
+        # Python looks up no name with an empty part, or one of more than 63 characters.
+        if _HOST_NAME.fullmatch(text) and text.encode("idna"):
+            return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither an address nor the name of a host; its port has a flag of its own"
+    )
 
 
 def header_name(text: str) -> str:

@@ -1,6 +1,7 @@
 """The command `vllm-omni-plugin` against a fake server."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,9 +133,23 @@ def test_a_decision_is_explained_with_its_candidates(head: FakeServer, capsys: p
     assert head.bodies == [{"prompt": "a & b?", "session": "s"}]
 
 
-def test_an_id_cannot_become_another_path(head: FakeServer) -> None:
-    main(["replicas", "drain", "../x?y", "--url", head.url])
-    assert head.asked[0][1] == "/omni/replicas/..%2Fx%3Fy/drain"
+@pytest.mark.parametrize("id_", ["", "7", "0.1/../0.0", "../x?y", "0.\u0661", "\udcff", "0.1\n"])
+def test_what_is_no_id_of_a_replica_is_not_sent(head: FakeServer, capsys: pytest.CaptureFixture[str], id_: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["replicas", "drain", id_, "--url", head.url])
+    assert "is not <stage>.<replica>, as `replicas ls` lists them" in capsys.readouterr().err
+    assert head.asked == []
+
+
+@pytest.mark.parametrize("command", [["replicas", "ls"], ["top", "--once"], ["explain", "x"]])
+def test_a_key_that_http_does_not_allow_is_not_shown(
+    head: FakeServer, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert main([*command, "--url", head.url, "--api-key", "secret-of-ours\n"]) == 1
+    error = capsys.readouterr().err
+    assert "VLLM_API_KEY" in error
+    assert "secret" not in error
+    assert head.asked == []
 
 
 def test_changes_use_the_admin_key_and_reads_the_api_key(head: FakeServer, tmp_path: Path) -> None:
@@ -164,7 +179,11 @@ def test_a_401_names_the_flag(head: FakeServer, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"error": {"message": "There is no replica 7. There are: 0.0."}}, "There is no replica 7. There are: 0.0."),
+        (
+            {"error": {"message": "There is no replica 0.7. There are: 0.0."}},
+            "There is no replica 0.7. There are: 0.0.",
+        ),
+        ({"error": {"message": "\x1b[2Ja\nb"}}, "?[2Ja b"),
         ({"error": "text"}, "Conflict"),
         (b"<html>", "Conflict"),
     ],
@@ -172,8 +191,8 @@ def test_a_401_names_the_flag(head: FakeServer, capsys: pytest.CaptureFixture[st
 def test_a_refusal_shows_the_servers_message(
     head: FakeServer, capsys: pytest.CaptureFixture[str], body: Any, message: str
 ) -> None:
-    head.answers["POST", "/omni/replicas/7/drain"] = (409, body)
-    assert main(["replicas", "drain", "7", "--url", head.url]) == 1
+    head.answers["POST", "/omni/replicas/0.7/drain"] = (409, body)
+    assert main(["replicas", "drain", "0.7", "--url", head.url]) == 1
     assert capsys.readouterr().err == f"vllm-omni-plugin: error: {head.url} answers 409: {message}\n"
 
 
@@ -227,6 +246,10 @@ def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> N
         (["explain"], "PROMPT"),
         (["replicas", "ls", "--url", "localhost:8000"], "argument --url"),
         (["replicas", "ls", "--url", "file:///etc/passwd"], "argument --url"),
+        (["replicas", "ls", "--url", "http://"], "argument --url"),
+        (["replicas", "ls", "--url", "http://[::1"], "argument --url"),
+        (["replicas", "ls", "--url", "http://localhost:a"], "argument --url"),
+        (["replicas", "ls", "--url", "http://127.0.0.1:73536"], "argument --url"),
     ],
 )
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], fault: str) -> None:
@@ -263,6 +286,28 @@ def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() ->
     command = [sys.executable, "-c", script, "replicas", "ls", "--url", "http://127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1 []"
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["drain", "0.0"]])
+def test_a_reader_that_has_closed_its_pipe_is_no_error(head: FakeServer, arguments: list[str]) -> None:
+    head.answers["POST", "/omni/replicas/0.0/drain"] = (204, b"")
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = str(Path(sys.executable).with_name("vllm-omni-plugin"))
+    command = [program, "replicas", *arguments, "--url", head.url]
+    try:
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_ctrl_c_during_a_wait_for_the_server_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", interrupt)
+    assert main(["replicas", "ls"]) == 130
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY"])

@@ -34,6 +34,7 @@ FOUNDATION = (
     "keep_running",
     "other_loop",
     "logger",
+    "cli_values",
     "private_files",
     "curve",
     "documents",

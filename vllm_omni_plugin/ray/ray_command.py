@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from itertools import count
 
+from vllm_omni_plugin.cli_values import http_url
 from vllm_omni_plugin.config import FLAGS, OmniConfig, integer, seconds
 from vllm_omni_plugin.errors import ServerUnavailableError, did_you_mean
 from vllm_omni_plugin.integration.flags import parse_fleet_flags
@@ -85,8 +86,6 @@ def _parse_stage(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
         parser.error(f"--max-replicas {args.max_replicas} is below --min-replicas {args.min_replicas}")
     if args.target_wait == 0:
         parser.error("argument --target-wait: it must be above 0")
-    if args.url is not None and not args.url.startswith(("http://", "https://")):
-        parser.error(f"argument --url: {args.url!r} does not begin with http:// or https://")
     if args.machines > 1 and not args.num_gpus + args.num_cpus:
         parser.error("argument --machines: it needs --num-gpus or --num-cpus, of each machine")
     given, others = parse_fleet_flags(serve, _PROG)
@@ -122,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--url",
+        type=http_url,
         help="a head's HTTP address, asked for the wait (default: port 8000 of the head); with vLLM's Rust front end "
         "that of its admin port",
     )
