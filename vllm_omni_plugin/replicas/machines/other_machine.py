@@ -181,6 +181,11 @@ class OtherMachine:
                 # Nothing of a meeting may go on without the first machine.
                 await self._end_work()
                 await asyncio.sleep(pauses.after(self._clock() - linked_at))
+        except asyncio.CancelledError:
+            if self._leaving and not self._drains.is_set():
+                with suppress(TimeoutError, ReplicaError):
+                    await finish(asyncio.wait_for(self._say_leaving(context), _LAST_WORD_S))
+            raise
         finally:
             context.destroy(linger=0)
 
@@ -199,27 +204,28 @@ class OtherMachine:
             )
         with closing(link):
             self._answered_at = self._clock()
-            try:
-                while not lost.is_set():
-                    self._changed.clear()
-                    link.send(self._report())
-                    due_at = self._clock() + settings.interval
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(settings.interval):
-                            await self._changed.wait()
-                    if self._refusal:
-                        raise OmniError(f"the first machine, {settings.first}, refuses this one: {self._refusal}")
-                    now = self._clock()
-                    # As `MeetingHost.watch`: what came while this process did not run is read first.
-                    if now - self._answered_at > settings.timeout and now - due_at <= settings.interval:
-                        raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
-            except asyncio.CancelledError:
-                if self._leaving:
-                    link.send(self._report())
-                    with suppress(TimeoutError):
-                        await finish(asyncio.wait_for(self._drains.wait(), _LAST_WORD_S))
-                raise
+            while not lost.is_set():
+                self._changed.clear()
+                link.send(self._report())
+                due_at = self._clock() + settings.interval
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(settings.interval):
+                        await self._changed.wait()
+                if self._refusal:
+                    raise OmniError(f"the first machine, {settings.first}, refuses this one: {self._refusal}")
+                now = self._clock()
+                # As `MeetingHost.watch`: what came while this process did not run is read first.
+                if now - self._answered_at > settings.timeout and now - due_at <= settings.interval:
+                    raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
         raise ReplicaError("the connection to it is lost")
+
+    async def _say_leaving(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Tell the first machine, which may not have been reached before, and wait until it has heard."""
+        settings = self._settings
+        link = await open_control_link(context, settings.first, settings.secrets, self._on_message, lambda: None)
+        with closing(link):
+            link.send(self._report())
+            await self._drains.wait()
 
     def _report(self) -> MachineReport:
         settings = self._settings
