@@ -16,6 +16,9 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
+MAX_DRAINED_AND_LOST = 256
+"""So many drained replicas that are not listed any more stay in the document; those drained first are forgotten."""
+
 
 class FleetDocument:
     """Owns the document, which is immutable. Lives on the orchestrator's loop."""
@@ -48,6 +51,10 @@ class FleetDocument:
         """The next document, after a replica was drained, resumed or removed."""
         drained = [each for each in self.state.drained if each != key]
         drained += [key] if action == "drain" else []
+        listed = {ReplicaKey.of(member) for member in remote_members(self._orchestrator)}
+        # A lost replica is drained when it returns, but most never do: their addresses would fill the document.
+        forgotten = [each for each in drained if each not in listed][:-MAX_DRAINED_AND_LOST]
+        drained = [each for each in drained if each not in forgotten]
         version = next_version(self.state.version)
         return replace(self.state, version=version, head_id=self._head_id, drained=tuple(drained))
 
