@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -52,6 +53,17 @@ def test_the_secret_is_created_private_and_found_again(temporary: Path) -> None:
     assert Path(found).read_bytes() == path.read_bytes()
     assert Secrets.from_file(found).count == 1
     assert user_secret() == found
+
+
+def test_a_full_disk_leaves_no_draft(temporary: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ConfigError, match="File too large"):
+            user_secret()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((temporary / FOLDER).iterdir()) == []
 
 
 def test_without_a_writable_temporary_directory_the_usual_one_is_named(

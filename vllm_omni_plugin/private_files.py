@@ -100,8 +100,12 @@ class UserFolder:
     def _write_draft(self, text: str) -> str:
         name = f"draft-{secrets.token_hex(8)}"
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._descriptor)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            self.remove(name)
+            raise
         return name
 
 
