@@ -1,6 +1,8 @@
 """Work that ends is restarted, with exponential backoff."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
@@ -79,3 +81,34 @@ async def test_a_cancellation_frees_the_resources(fault: Exception | None) -> No
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert (runs.left, runs.pauses) == (1, [])
+
+
+async def test_an_error_is_freed_before_the_next_start() -> None:
+    """It has the frames of what it ended, such as an engine with its descriptors."""
+    errors: list[weakref.ref[RefusedError]] = []
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Awaitable[str]]:
+        assert all(error() is None for error in errors)
+        refused = RefusedError()
+        errors.append(weakref.ref(refused))
+        try:
+            raise refused
+        finally:
+            # Otherwise its own frame has it.
+            del refused
+        yield asyncio.sleep(0, "ended")
+
+    async def pause(seconds: float, reason: str | Exception) -> bool:
+        return len(errors) < 3
+
+    gc.disable()
+    try:
+        await keep_running(start, Backoff(), lambda: 0.0, pause, must_start=lambda: False)
+    finally:
+        gc.enable()
+    assert len(errors) == 3
+
+
+class RefusedError(Exception):
+    """Built-in errors cannot be referred to weakly."""

@@ -57,6 +57,8 @@ async def keep_running(
             reason = error
         if not await pause(backoff.after(served), reason):
             return
+        # An error has the frames of what it ended, such as an engine with its descriptors.
+        del reason
 
 
 def _is_cancelled() -> bool:

@@ -1,6 +1,7 @@
 """The replicas of this node: those that die, or do not start beside others, come back."""
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -16,13 +17,14 @@ import zmq
 from tests.fakes.adapter_files import write_adapter
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
-from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, Plan
-from tests.orchestrator.local_node import EACH_START_FAILURE, Node, answer, running_node
+from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, GroupLauncher, Plan
+from tests.orchestrator.local_node import EACH_START_FAILURE, Node, answer, received, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState, StageState
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.pool import stage_calls
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
+from vllm_omni_plugin.replicas.engine.running_engine import Engine
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_digest, adapter_mismatch
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
@@ -276,6 +278,40 @@ async def test_many_lives_leave_no_descriptor_open() -> None:
         await node.until_back(0, restarts=1)
         await node.close()
     await eventually(lambda: engine_threads() <= others and descriptors() <= before, "the count of before")
+
+
+@pytest.mark.parametrize("fault", ["it is idle", "it is probed", "its successor fails, too"])
+async def test_an_engine_that_has_died_is_freed_before_garbage_is_collected(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has four descriptors of its process, and a large head collects its oldest garbage rarely."""
+
+    def fail_once(*_: Any) -> None:
+        monkeypatch.undo()
+        raise OSError("too many open files")
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = engines()
+        node = Node(heartbeats=(0.001, UNPROBED[1])) if fault == "it is probed" else Node()
+        await node.replicas.start()
+        if fault == "it is probed":
+            assert (await received(node.engine_of(0)))[1][1] == "is_sleeping"
+        if fault == "its successor fails, too":
+            monkeypatch.setattr(node.orchestrator, "replica_serves", fail_once)
+        node.engine_of(0).process.die()
+        node.go_on.release()
+        node.go_on.release()
+        await eventually(lambda: node.pauses and node.statuses == [UP, UP], "the next one that serves")
+        await eventually(lambda: engines() == before + 2, "the freeing of those before")
+    finally:
+        gc.enable()
+    await node.close()
+
+
+def engines() -> int:
+    return sum(type(each) is Engine for each in gc.get_objects())
 
 
 def descriptors() -> int:

@@ -1,6 +1,8 @@
 """An engine of the head itself: it must say that it is ready, and tells what it has cached as long as it lives."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -10,13 +12,14 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
-from tests.fakes.engines import FakeLauncher
+from tests.fakes.engines import FakeLauncher, Plan
 from tests.fakes.keeping import Keep
 from tests.replicas.cache_publisher import FakePublisher, Mirror, stored
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.engine import running_engine
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
+from vllm_omni_plugin.replicas.replica_server.served_engine import start_served_engine
 
 
 @pytest.fixture
@@ -42,6 +45,42 @@ async def test_an_engine_that_is_not_ready_in_time_is_killed(
     with pytest.raises(ReplicaError, match=r"no ready response on ipc://.* within 0 s; A_VARIABLE sets how long"):
         await start(launcher, executor)
     assert launcher.engines[0].process.killed
+
+
+async def test_an_engine_that_did_not_start_is_freed_before_garbage_is_collected(
+    keep: Keep, executor: ThreadPoolExecutor
+) -> None:
+    launcher = keep(FakeLauncher())
+    launcher.plan(0, Plan(refuse="no such model"))
+    gc.disable()
+    try:
+        with suppress(ReplicaError):
+            await start_local_engine(launcher, FakeEngineApi(), executor, 0, lambda _: None)
+        engine = launcher.engines.pop()
+        engine.close()
+        freed = weakref.ref(engine)
+        # A reference to itself.
+        del engine.process
+        del engine
+        await eventually(lambda: freed() is None)
+    finally:
+        gc.enable()
+
+
+async def test_an_engine_of_a_node_is_freed_before_garbage_is_collected(
+    launcher: ServedFakeLauncher, executor: ThreadPoolExecutor
+) -> None:
+    gc.disable()
+    try:
+        engine = await start_served_engine(launcher, FakeEngineApi(), executor, 0)
+        launcher.engines[0].process.die()
+        await engine.lost
+        await engine.close(executor, 0.0)
+        freed = weakref.ref(engine)
+        del engine
+        await eventually(lambda: freed() is None)
+    finally:
+        gc.enable()
 
 
 async def test_an_engine_has_its_turn_until_it_is_ready(keep: Keep, executor: ThreadPoolExecutor) -> None:

@@ -71,7 +71,7 @@ class LocalReplicas:
             raise
         for member, keeper in self._keepers.items():
             if keeper.ready.done():
-                started[member.stage_id].append(keeper.ready.result().ready_response)
+                started[member.stage_id].append(keeper.ready.result())
         return started
 
     def leave(self, member: PoolMember) -> None:

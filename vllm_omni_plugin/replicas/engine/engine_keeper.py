@@ -79,6 +79,8 @@ class Probe:
             self.engine.client.answered_at = self.clock()
         finally:
             answer.cancel()
+            # Its error has this frame, and the engine would be kept until garbage is collected.
+            del answer
         self._longest *= _FADE
         if self._measures_steps:
             self._longest = max(self._longest, min(self.clock() - asked_at, limit))
@@ -122,8 +124,8 @@ class EngineKeeper(Generic[E]):
     at once, but not while it is shut down, and gets the reason and whether it hangs. `on_restart` gets the pause, in
     seconds, and the reason. `must_start` says whether the error of a failed first start ends the keeper.
 
-    After `begin`: `ready` has the first engine that serves; `tried` is done when the first start has ended; `running`
-    when the engine is not restarted any more, or with the error of a start that must succeed.
+    After `begin`: `ready` has the ready response of the first engine that serves; `tried` is done when the first start
+    has ended; `running` when the engine is not restarted any more, or with the error of a start that must succeed.
     """
 
     name: str
@@ -134,7 +136,7 @@ class EngineKeeper(Generic[E]):
     executor: Executor
     timing: Timing
     must_start: Callable[[], bool] = lambda: True
-    ready: "asyncio.Future[E]" = field(init=False)
+    ready: "asyncio.Future[bytes]" = field(init=False)
     tried: "asyncio.Future[None]" = field(init=False)
     running: "asyncio.Task[None]" = field(init=False)
     _restarting: bool = field(default=True, init=False)
@@ -171,7 +173,7 @@ class EngineKeeper(Generic[E]):
                 engine.mark_lost(f"it could not be put into service: {error}")
                 raise
             if not self.ready.done():
-                self.ready.set_result(engine)
+                self.ready.set_result(engine.ready_response)
             self._set_tried()
             timing = self.timing
             yield Probe(

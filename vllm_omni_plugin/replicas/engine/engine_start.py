@@ -106,6 +106,9 @@ async def start_engine(
         except BaseException:
             process.kill()
             raise
+        finally:
+            # Its error has this frame, and the process would be kept until garbage is collected.
+            del waiting
 
 
 async def spawn(executor: Executor, start: Callable[[], T], abandon: Callable[[T], None]) -> T:

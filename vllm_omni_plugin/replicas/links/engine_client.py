@@ -183,7 +183,9 @@ class EngineClient:
         self._fail(self._calls, self._dead_error())
         self._fail(self._probes, self._dead_error())
         self._fail(self._tried, self._dead_error())
-        self._on_dead(reason)
+        # The owner has this client: a cycle would keep the descriptors of its engine until garbage is collected.
+        on_dead, self._on_dead = self._on_dead, lambda reason: None
+        on_dead(reason)
 
     def mark_dead_after_grace(self, reason: str, engine_failed: bool = False) -> None:
         """Call `mark_dead` after the grace time, unless another caller does before. Only the first call counts."""
@@ -210,6 +212,8 @@ class EngineClient:
             return await future
         finally:
             open_calls.pop(call_id, None)
+            # Its error has this frame, and what waits here would be kept until garbage is collected.
+            del future
 
     def _fail(self, open_calls: MutableMapping[Any, "asyncio.Future[Any]"], error: ReplicaError) -> None:
         for future in open_calls.values():
