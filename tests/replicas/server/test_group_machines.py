@@ -22,7 +22,9 @@ from tests.replicas.server.groups import MACHINES, RANKS, FakeRanksLauncher, Gro
 from tests.replicas.server.machines import played_first_machine
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.keep_running import Backoff
+from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
 from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.machines import other_machine
 from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, exit_of
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
@@ -146,6 +148,30 @@ async def test_a_machine_that_is_told_to_end_between_meetings_ends_all(
     # Its servers, which have no request, end at once.
     machines[rank].kill()
     await eventually(lambda: all(machine.draining for machine in machines))
+
+
+async def test_a_machine_that_is_told_to_end_before_it_is_connected_ends_all(
+    empty: Group, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits before its next attempt; the others would wait for it for ever."""
+    monkeypatch.setattr("vllm_omni_plugin.replicas.machines.meeting_host.REMIND_AFTER_S", 0.01)
+    caplog.set_level("INFO")
+    first = empty.start(0)
+    await eventually(lambda: "for machine 1 (--node-rank 1), machine 2 (--node-rank 2)" in caplog.text)
+    attempts: list[object] = []
+
+    async def connect(*args: Any, **named: Any) -> ControlClient:
+        attempts.append(args)
+        if len(attempts) == 1:
+            await asyncio.get_running_loop().create_future()
+        return await open_control_link(*args, **named)
+
+    monkeypatch.setattr(other_machine, "open_control_link", connect)
+    second = empty.start(1)
+    await eventually(lambda: attempts)
+    second.machine.leave()
+    second.kill()
+    await eventually(lambda: first.draining)
 
 
 async def test_ranks_that_take_longer_to_end_than_the_first_machine_are_not_killed(

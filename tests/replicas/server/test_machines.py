@@ -340,27 +340,6 @@ async def test_a_machine_without_a_meeting_leaves_at_once(start_machine: StartMa
     await asyncio.wait_for(machine.running, 10)
 
 
-async def test_a_machine_that_leaves_before_it_is_connected_tells_the_first_one(
-    launcher: MachinesFakeLauncher, start_machine: StartMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one does that waits before its next attempt; the others would wait for it for ever."""
-    attempts: list[object] = []
-
-    async def connect(*args: Any, **named: Any) -> ControlClient:
-        attempts.append(args)
-        if len(attempts) == 1:
-            await asyncio.get_running_loop().create_future()
-        return await open_control_link(*args, **named)
-
-    monkeypatch.setattr(other_machine, "open_control_link", connect)
-    async with played_first_machine(launcher.meeting_address, lambda _: [MeetingPlan(drain=True)]) as reports:
-        other = start_machine(1)
-        await eventually(lambda: attempts)
-        other.machine.leave()
-        await asyncio.wait_for(other.running, 10)
-    assert [report.leaving for report in reports] == [True]
-
-
 async def test_a_machine_that_leaves_as_a_meeting_begins_starts_no_workers(
     launcher: MachinesFakeLauncher, start_machine: StartMachine
 ) -> None:
