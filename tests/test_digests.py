@@ -35,7 +35,9 @@ def test_it_is_that_of_the_files_which_are_loaded_wherever_they_lie(
     assert len({adapter_digest(path) for path in (str(folder), str(other), "~/one", "two")}) == 1
 
 
-@pytest.mark.parametrize("path", ["missing", "file", "folder", "x" * 5000, "a\0b", "~nobody/at/all", "org/name"])
+@pytest.mark.parametrize(
+    "path", ["missing", "file", "folder", "x" * 5000, "a\0b", "~a\0b", "~nobody/at/all", "org/name"]
+)
 def test_where_no_adapter_is_found_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("no folder")

@@ -149,3 +149,6 @@ def test_no_message_raises_an_exception() -> None:
         reject(hostile_message(rng, samples))
     assert reject(()) is not None
     assert reject((b"\x03", b"\x91" * 10_000)) is not None
+    assert (
+        reject((b"\x03", *API.encode_utility(1, "add_lora", (Adapter("a", 1, "~a\0b", digest="d"),))[1:])) is not None
+    )

@@ -19,13 +19,13 @@ _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_m
 
 def adapter_digest(path: str | Path) -> str:
     """The digest of a LoRA adapter's configuration and of its weights' name and size; "" if vLLM could not read it."""
-    folder = Path(os.path.expanduser(path))
-    config = folder / _ADAPTER_CONFIG
     try:
+        folder = Path(os.path.expanduser(path))
+        config = folder / _ADAPTER_CONFIG
         weights = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()][:1]
         found = [config.read_bytes()] if config.is_file() else []
         found += names_and_sizes(weights)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a null byte
         return ""
     return digest(found) if found else ""
 
