@@ -16,6 +16,7 @@ from vllm_omni_plugin import cli
 from vllm_omni_plugin.cli import main
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE
 
+SPEECH = Path(__file__).parents[2] / "examples" / "pipelines" / "speech.yaml"
 OF_REPLICA = (
     *("id", "status", "cordons", "remote", "input_addr"),
     *("total_in_flight", "assigned", "restarts", "since_seconds"),
@@ -288,18 +289,26 @@ def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() ->
     assert result.stdout.strip() == "1 []"
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["drain", "0.0"]])
-def test_a_reader_that_has_closed_its_pipe_is_no_error(head: FakeServer, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["replicas", "ls"], 0),
+        (["replicas", "ls", "--json"], 0),
+        (["replicas", "drain", "0.0"], 0),
+        pytest.param(["pipeline", "check", str(SPEECH), "--mermaid"], 1, id="a check, which is not done"),
+    ],
+)
+def test_a_reader_that_has_closed_its_pipe_is_no_traceback(head: FakeServer, arguments: list[str], status: int) -> None:
     head.answers["POST", "/omni/replicas/0.0/drain"] = (204, b"")
     reader, writer = os.pipe()
     os.close(reader)
     program = str(Path(sys.executable).with_name("vllm-omni-plugin"))
-    command = [program, "replicas", *arguments, "--url", head.url]
+    command = [program, *arguments, *(["--url", head.url] if not status else [])]
     try:
         result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     finally:
         os.close(writer)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (status, "")
 
 
 def test_ctrl_c_during_a_wait_for_the_server_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
