@@ -15,6 +15,7 @@ from vllm_omni_plugin.integration.options.listening import (
     coordinator_address,
     engines_address,
     log_join_command,
+    resolve,
     warn_if_insecure,
 )
 
@@ -46,6 +47,13 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
 def options(address: str, **other: Any) -> OmniConfig:
     return OmniConfig(master_address=address, master_port=7000, **other)
+
+
+def test_a_name_that_python_cannot_look_up_is_an_error_of_vllms_flag() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--master-addr: 'a\.\.b' is not an address and not a known name: .*too long"
+    ):
+        resolve("a..b", "--master-addr")
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,10 @@ async def test_an_unreachable_address_is_an_error_with_our_address_and_the_syste
         ("tcp://nowhere", "cannot connect to 'tcp://nowhere'"),
         ("nonsense", "cannot connect to 'nonsense'"),
         ("tcp://127.0.0.1:99999", r"announced tcp://127\.0\.0\.1:99999, which is not a tcp address"),
+        (
+            "tcp://a..b:7000",
+            r"announced tcp://a\.\.b:7000, which this head cannot reach from .*label empty or too long",
+        ),
     ],
 )
 async def test_an_invalid_address_is_an_error(head: RemoteHead, server: FakeServer, address: str, reason: str) -> None:

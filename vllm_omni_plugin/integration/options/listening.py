@@ -143,10 +143,9 @@ def resolve(host: str, flag: str) -> str:
     """The numeric address of a host. Raises ConfigError naming the flag."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"argument {flag}: {host!r} is not an address and not a known name: {error.strerror}"
-        ) from error
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"argument {flag}: {host!r} is not an address and not a known name: {why}") from error
     # All nodes must use the same family of a name that has both, and ZMQ uses IPv4.
     ipv4 = [entry for entry in found if entry[0] == socket.AF_INET]
     return str((ipv4 or found)[0][4][0])

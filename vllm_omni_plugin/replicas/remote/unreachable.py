@@ -22,6 +22,9 @@ async def why_unreachable(address: str) -> str:
         why = os.strerror(errno.ETIMEDOUT)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
+    except UnicodeError as error:
+        # Python looks up no name with an empty or too long part, and libzmq takes it.
+        why = str(error)
     else:
         writer.close()
         return "accepts connections but does not answer like a replica"
