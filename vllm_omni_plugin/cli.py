@@ -6,6 +6,7 @@ Commands that operate a fleet import neither vLLM nor a large library, so that t
 import argparse
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,14 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         sys.stdout.flush()
-    except OmniError as error:
-        # It may have words of a server.
+    except OmniError as error:  # it may have words of a server
         sys.stderr.write(printable(f"{_NAME}: error: {error}") + "\n")
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of the pipe has closed it. Otherwise Python would try to write the rest when it exits.
+        reader_left = select.poll()
+        reader_left.register(sys.stdout, 0)
+        if not reader_left.poll(0):
+            raise
+        # Else Python writes the rest at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # Whoever asks a server has seen enough; a check or a supervisor is not done.
         return 0 if hasattr(args, "url") else 1

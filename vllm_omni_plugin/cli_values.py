@@ -12,13 +12,15 @@ def http_url(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with http:// or https://")
     try:
         # The system would take a port above 65535 for another one.
-        is_complete = bool(urlsplit(text).hostname) and urlsplit(text).port != 0
+        host, port = urlsplit(text).hostname, urlsplit(text).port
+        # Python looks names up in this form.
+        is_complete = bool(host and host.encode("idna")) and port != 0
     except ValueError:
         is_complete = False
     if not is_complete:
-        raise argparse.ArgumentTypeError(f"{text!r} has no host, or a port that is not 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} has no valid host, or a port that is not 1 to 65535")
     # vLLM binds this name to IPv4, and somebody else may listen at its other address.
-    return re.sub(r"^http://localhost\b", "http://127.0.0.1", text.rstrip("/"))
+    return re.sub(r"^http://localhost(?=[:/]|$)", "http://127.0.0.1", text.rstrip("/"))
 
 
 def is_here(url: str) -> bool:

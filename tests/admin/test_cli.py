@@ -14,6 +14,7 @@ import pytest
 from tests.fakes.http_server import FakeServer
 from vllm_omni_plugin import cli
 from vllm_omni_plugin.cli import main
+from vllm_omni_plugin.cli_values import http_url
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE
 
 SPEECH = Path(__file__).parents[2] / "examples" / "pipelines" / "speech.yaml"
@@ -250,6 +251,7 @@ def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> N
         (["replicas", "ls", "--url", "http://"], "argument --url"),
         (["replicas", "ls", "--url", "http://[::1"], "argument --url"),
         (["replicas", "ls", "--url", "http://localhost:a"], "argument --url"),
+        (["replicas", "ls", "--url", "http://a..b:8000"], "argument --url"),
         (["replicas", "ls", "--url", "http://127.0.0.1:73536"], "argument --url"),
     ],
 )
@@ -309,6 +311,31 @@ def test_a_reader_that_has_closed_its_pipe_is_no_traceback(head: FakeServer, arg
     finally:
         os.close(writer)
     assert (result.returncode, result.stderr) == (status, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("http://localhost", "http://127.0.0.1"),
+        ("http://localhost:8001/", "http://127.0.0.1:8001"),
+        ("http://localhost.example.org", "http://localhost.example.org"),
+        ("http://localhost-2:8001", "http://localhost-2:8001"),
+    ],
+)
+def test_only_the_name_localhost_is_an_address_of_this_machine(given: str, asked: str) -> None:
+    assert http_url(given) == asked
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_not_taken_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_actor(_: list[str]) -> int:
+        raise BrokenPipeError("the actor has gone")
+
+    reader, writer = os.pipe()
+    with open(reader), open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr("vllm_omni_plugin.ray.ray_command.run_ray", lose_actor)
+        with pytest.raises(BrokenPipeError, match="the actor"):
+            main(["ray", "up"])
 
 
 def test_ctrl_c_during_a_wait_for_the_server_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

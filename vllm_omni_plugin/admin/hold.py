@@ -123,8 +123,8 @@ def unavailable(orchestrator: Orchestrator, why: str = "") -> NoReplicaError:
 class HoldMiddleware:
     """Holds POST requests to inference paths by `app.state.omni_hold`; says why a health check fails.
 
-    A refusal is a 503 with `Retry-After` in the format of OpenAI's errors. Any other 503 but of a health check gets
-    the header, too: vLLM's error handlers set none, and drop that of an `HTTPException`. `paths` are below the root
+    A refusal is a 503 with `Retry-After` in the format of OpenAI's errors. Any other 503 of the app gets the
+    header, too: vLLM's error handlers set none, and drop that of an `HTTPException`. `paths` are below the root
     path. `has_key`, also true if the server needs no key, is asked since vLLM does not check the keys of all paths, and
     requests without a key must not take the places of requests with one.
     """
