@@ -14,6 +14,7 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.pool import engine_refusals
 from vllm_omni_plugin.orchestrator.pool.engine_refusals import RETRY_S
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 
 
 def refuse(fleet: FakeFleet, request_id: str) -> None:
@@ -176,6 +177,19 @@ async def test_a_request_that_waits_for_the_end_of_a_pause_waits_for_a_replica_w
         for name in "ab":
             refuse(fleet, name)
         fleet.kill(0)
+        fleet.now += 600.0
+        fleet.orchestrator.tick()
+        assert [(name, type(error)) for name, error in await fleet.read()] == [(name, NoReplicaError) for name in "ab"]
+
+
+async def test_a_request_that_is_refused_after_the_last_replica_was_cordoned_waits_for_one_that_serves() -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        await at_the_only_replica(fleet, "ab")
+        refuse(fleet, "a")
+        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
+        refuse(fleet, "b")
+        await eventually(lambda: fleet.orchestrator.metrics.held == 2, "the wait for a replica")
+        assert fleet.orchestrator.metrics.paused == 0
         fleet.now += 600.0
         fleet.orchestrator.tick()
         assert [(name, type(error)) for name, error in await fleet.read()] == [(name, NoReplicaError) for name in "ab"]

@@ -174,8 +174,9 @@ class Dispatcher:
         if run.affinity_key is None and any(other.replica_id not in refusing for other in self._pool.serving):
             reason = WaitReason.RETURNED
         elif accepted and self._waiting.count(WaitReason.PAUSED) < MAX_HELD_REQUESTS:
-            reason, run.refused_by = WaitReason.PAUSED, ()
-            if not self._waiting.count(reason):
+            # While none serves, nothing would end a wait for the end of the pause.
+            reason, run.refused_by = WaitReason.PAUSED if self._pool.serving else WaitReason.RETURNED, ()
+            if reason is WaitReason.PAUSED and not self._waiting.count(reason):
                 refusals.first_waits(now)
         else:
             return False
