@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from vllm_omni_plugin.curve.secrets import keep_in_memory
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import with_secret
-from vllm_omni_plugin.private_files import folder_paths
+from vllm_omni_plugin.private_files import UserFolder, folder_paths, open_user_folder
 
 FOLDER = f"vllm-omni-plugin-{os.geteuid()}"
 
@@ -64,6 +65,34 @@ def test_a_full_disk_leaves_no_draft(temporary: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((temporary / FOLDER).iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [UserFolder.create, UserFolder.replace])
+def test_a_text_that_cannot_be_written_leaves_no_draft(
+    tmp_path: Path, write: Callable[[UserFolder, str, str], None]
+) -> None:
+    with open_user_folder(tmp_path / "folder", create=True) as folder, pytest.raises(UnicodeEncodeError):
+        write(folder, "name", "\ud800")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir(mode=0o700)
+    (tmp_path / "folder" / "name").mkdir()
+    with open_user_folder(tmp_path / "folder") as folder, pytest.raises(IsADirectoryError):
+        folder.replace("name", "text")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["name"]
+
+
+def test_a_draft_that_cannot_be_removed_does_not_hide_why_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, **other: Any) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with open_user_folder(tmp_path / "folder", create=True) as folder, pytest.raises(UnicodeEncodeError):
+        folder.create("name", "\ud800")
 
 
 def test_without_a_writable_temporary_directory_the_usual_one_is_named(

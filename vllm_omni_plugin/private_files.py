@@ -83,30 +83,30 @@ class UserFolder:
 
     def create(self, name: str, text: str) -> None:
         """Create a file with this text, unless there is one. Nobody reads half of it."""
-        draft = self._write_draft(text)
-        try:
-            with suppress(FileExistsError):
-                os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-        finally:
-            self.remove(draft)
+        with self._draft(text) as draft, suppress(FileExistsError):
+            os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def replace(self, name: str, text: str) -> None:
         """Create a file with this text, in place of one that may be there. Nobody reads half of it."""
-        os.rename(self._write_draft(text), name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        with self._draft(text) as draft:
+            os.rename(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def remove(self, name: str) -> None:
         os.unlink(name, dir_fd=self._descriptor)
 
-    def _write_draft(self, text: str) -> str:
+    @contextmanager
+    def _draft(self, text: str) -> Iterator[str]:
+        """A file with this text under a name of its own, which ends in any case."""
         name = f"draft-{secrets.token_hex(8)}"
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._descriptor)
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-        except OSError:
-            self.remove(name)
-            raise
-        return name
+            yield name
+        finally:
+            # After a rename there is none, and another error would hide the first one.
+            with suppress(OSError):
+                self.remove(name)
 
 
 @contextmanager
