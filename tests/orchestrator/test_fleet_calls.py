@@ -13,15 +13,15 @@ from tests.fakes.engine_model import EngineModel
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_membership import Keeper
-from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_effects import ABORT_CLIENT_REQUESTS, FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, RelayedCall
 from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorUnavailableError, ReplicaError
-from vllm_omni_plugin.orchestrator.fleet_state import call_session, fleet_document
+from vllm_omni_plugin.orchestrator.fleet_state import call_session
 from vllm_omni_plugin.orchestrator.fleet_state.call_session import SentCall
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, WEIGHTS_CORDON
+from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCall
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
@@ -265,40 +265,6 @@ async def test_the_last_head_of_a_fleet_needs_no_coordinator(bus: HeadBus, heads
     await heads[0].call("set_weight_version", "v2")
     bus.cut(heads[0])
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
-
-
-async def test_a_drain_is_recorded_by_heads_that_are_not_attached_to_the_replica(heads: list[FakeHead]) -> None:
-    heads[0].attach(4)
-    await heads[0].manage("drain", 4)
-    member = heads[0].pool.member(4)
-    assert heads[1].fleet_calls.state.drained == ((0, member.input_addr, member.output_addr),)
-
-
-async def test_of_drained_replicas_that_left_only_the_last_ones_are_remembered(
-    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After some thousand drains of nodes with new ports, no call that changes the document fitted into a frame."""
-    monkeypatch.setattr(fleet_document, "MAX_DRAINED_AND_LOST", 2)
-    keys: dict[int, ReplicaKey] = {}
-    for replica_id in (1, 4, 5, 6, 7, 0):
-        if replica_id > 1:
-            heads[0].attach(replica_id)
-        member = heads[0].pool.member(replica_id)
-        keys[replica_id] = ReplicaKey.of(member)
-        await heads[0].manage("drain", replica_id)
-        if replica_id > 1:
-            heads[0].orchestrator.replica_lost(member, "its node ended")
-            heads[0].orchestrator.replica_left(member)
-    states = [head.fleet_calls.state.drained for head in heads]
-    assert states == [tuple(keys[replica_id] for replica_id in (1, 6, 7, 0))] * 3
-
-
-async def test_a_private_replica_is_drained_by_its_own_head_only(bus: HeadBus, heads: list[FakeHead]) -> None:
-    heads[0].attach(4, private=True)
-    await heads[0].manage("drain", 4)
-    assert (bus.calls, heads[0].fleet_calls.state.drained) == ([], ())
-    await heads[0].join_fleet()
-    assert heads[0].pool.member(4).cordons == {ADMIN_CORDON}, "what others drained is no matter of it"
 
 
 async def test_a_removed_replica_is_removed_by_all_heads_attached_to_it(heads: list[FakeHead]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import ReplicaKey
@@ -16,8 +17,9 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
-MAX_DRAINED_AND_LOST = 256
-"""So many drained replicas that are not listed any more stay in the document; those drained first are forgotten."""
+MAX_DRAINED_BYTES = 128 * 1024
+"""What drained replicas may take in the document: 1,000 with the longest IPv6 addresses, 2,000 with IPv4 ones. Beyond
+it, those drained first are forgotten, unless this head lists them."""
 
 
 class FleetDocument:
@@ -53,8 +55,10 @@ class FleetDocument:
         drained += [key] if action == "drain" else []
         listed = {ReplicaKey.of(member) for member in remote_members(self._orchestrator)}
         # A lost replica is drained when it returns, but most never do: their addresses would fill the document.
-        forgotten = [each for each in drained if each not in listed][:-MAX_DRAINED_AND_LOST]
-        drained = [each for each in drained if each not in forgotten]
+        for lost in [each for each in drained if each not in listed]:
+            if len(msgspec.json.encode(drained)) <= MAX_DRAINED_BYTES:
+                break
+            drained.remove(lost)
         version = next_version(self.state.version)
         return replace(self.state, version=version, head_id=self._head_id, drained=tuple(drained))
 
