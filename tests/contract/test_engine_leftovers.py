@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe, get_context, resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -17,10 +18,11 @@ from typing import Any
 import pytest
 
 from tests.fakes.shared_memory import share_memory_with_worker
+from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.vllm_api.launch import engine_launch, machines_launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineProcess
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, mark_as_fleet_engine
-from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, marked_processes
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, marked_processes, unmarked_environment
 from vllm_omni_plugin.vllm_api.launch.machines_launch import WorkersProcess
 
 CORE_OF_A_STUCK_WORKER = (
@@ -28,6 +30,16 @@ CORE_OF_A_STUCK_WORKER = (
     "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
     "time.sleep(600)"
 )
+
+
+class EnvironmentOfSpawning(UserDict[str, str]):
+    """Another thread has spawned an engine as soon as somebody has seen its mark."""
+
+    def __iter__(self) -> Iterator[str]:
+        for name in list(self.data):
+            if name == FLEET_ENGINE:
+                del self.data[name]
+            yield name
 
 
 class Core(subprocess.Popen[bytes]):
@@ -46,6 +58,11 @@ def engine_of(core: Any, note: ExitNote, shut_down: Any = lambda timeout: None) 
     handshake: Any = SimpleNamespace(close=lambda: None, socket=None)
     config = SimpleNamespace(kv_events_config=None, parallel_config=SimpleNamespace(), cache_config=None)
     return EngineProcess(manager, config, note, handshake, 0, has_workers=True)
+
+
+def test_the_environment_is_read_while_another_thread_takes_the_mark_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", EnvironmentOfSpawning({"A": "1", FLEET_ENGINE: "/proc/1/fd/9", "B": "2"}))
+    assert unmarked_environment() == {"A": "1", "B": "2"}
 
 
 def test_the_process_that_removes_the_shared_memory_of_an_engine_is_not_searched_for() -> None:

@@ -52,7 +52,9 @@ def marked_processes(mark: str) -> dict[int, int]:
 
 def unmarked_environment() -> dict[str, str]:
     """The environment for a process that belongs to no engine; another thread may just be spawning one."""
-    return {name: value for name, value in os.environ.items() if name != FLEET_ENGINE}
+    # Iterating reads the names first, and one of them may be deleted before its value is read.
+    values = {name: os.environ.get(name) for name in os.environ if name != FLEET_ENGINE}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def kill_marked(mark: str) -> set[str]:
