@@ -1,15 +1,20 @@
 """Calls of a front end to its engine that mean something else to a fleet: of adapters, and of trainers."""
 
+import asyncio
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestError
 
+from tests.fakes.conditions import eventually
+from vllm_omni_plugin.integration.rust_front_end import fleet_adapters
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 
-from .played import READY, PlayedFrontEnd, RustFleet
+from .played import PATIENCE_S, READY, PlayedFrontEnd, RustFleet
 
 ADAPTER = ["fr", 1, "adapters/fr"]
 
@@ -103,6 +108,41 @@ async def test_an_adapter_that_is_loaded_again_since_a_client_left_is_one(
     await fleet.calls.add_lora_async(LoRARequest("fr", 77, "adapters/fr"))
     fleet.link.adapters.refresh()
     assert [adapter.lora_int_id for adapter in fleet.link.adapters.missing] == [77]
+
+
+@pytest.mark.parametrize("unloads_first", [False, True])
+async def test_a_load_that_ends_after_a_later_one_of_its_name_is_not_the_front_ends(
+    fleet: RustFleet, front_end: PlayedFrontEnd, monkeypatch: pytest.MonkeyPatch, unloads_first: bool
+) -> None:
+    fleet.answer_with(lambda link, call_id, method, args: link.answer(call_id, True))
+    gates = [threading.Event(), threading.Event()]
+    left = iter(gates)
+    begun: list[threading.Event] = []
+
+    def slow_digest(path: str) -> str:
+        begun.append(gate := next(left))
+        assert gate.wait(PATIENCE_S)
+        return "digest"
+
+    monkeypatch.setattr(fleet_adapters, "adapter_digest", slow_digest)
+    adapters = fleet.link.adapters
+    loads = []
+    # The client of the first has left, so that the front end has forgotten it.
+    for own_id in (1, 2):
+        loads.append(asyncio.create_task(adapters.add(LoRARequest("fr", own_id, "adapters/fr"))))
+        await eventually(lambda own_id=own_id: len(begun) == own_id, "the load")
+    for own_id in (2, 1):
+        if unloads_first and own_id == 1:
+            assert await adapters.remove(2) is True
+        gates[own_id - 1].set()
+        assert await loads[own_id - 1] is True
+    if unloads_first:
+        # The fleet has it, so the front end shall load it.
+        assert [adapter.lora_name for adapter in adapters.missing] == ["fr"]
+        return
+    await front_end.call(2, "remove_lora", 2)
+    assert (await front_end.read()).utility_output.result.result is True
+    assert fleet.calls.shared_adapters() == {}
 
 
 async def test_an_adapter_is_unloaded_again_since_a_client_left(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:

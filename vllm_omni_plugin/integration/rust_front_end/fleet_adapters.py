@@ -37,9 +37,10 @@ class FleetAdapters:
     def __init__(self, calls: UtilityCallClient, changed: Callable[["Future[None] | None"], None]) -> None:
         self._calls = calls
         self._changed = changed
-        # The ids of the running front end by name, and names with a call in progress.
+        # The ids of the running front end by name; names with a call in progress, and the last of their loads.
         self._loaded: dict[str, int] = {}
         self._changing: list[str] = []
+        self._last_loads: dict[str, int] = {}
         self.in_fleet: Mapping[str, Adapter] = {}
         self.missing: tuple[Adapter, ...] = ()
         self.surplus: frozenset[str] = frozenset()
@@ -69,6 +70,7 @@ class FleetAdapters:
     async def add(self, adapter: LoRARequest) -> Any:
         """Load an adapter for the front end; returns and raises what the call to the fleet does."""
         loaded, name = self._loaded, adapter.lora_name
+        self._last_loads[name] = adapter.lora_int_id
         with self._change(name):
             shared = self._calls.shared_adapters().get(name)
             added: Any = True
@@ -78,8 +80,8 @@ class FleetAdapters:
                 added = await self._calls.add_lora_async(replace(adapter, lora_int_id=fleet_id))
                 if added and shared is not None and shared.lora_int_id != fleet_id:
                     await self._calls.forget_lora_async(shared.lora_int_id)
-            if added:
-                # It has no other of this name: it forgets a load whose client leaves, and has another id for the next.
+            # It forgets a load whose client leaves, and has another id for the next, which may end before.
+            if added and self._last_loads[name] == adapter.lora_int_id:
                 loaded[name] = adapter.lora_int_id
             return added
 
@@ -108,6 +110,8 @@ class FleetAdapters:
             yield
         finally:
             self._changing.remove(name)
+            if name not in self._changing:
+                self._last_loads.pop(name, None)
             self.refresh()
 
 
