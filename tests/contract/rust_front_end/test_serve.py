@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, OmniError, ReplicaError
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.options.admin_address import admin_address
+from vllm_omni_plugin.integration.rust_front_end.admin_server import AdminServer
 from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets
 from vllm_omni_plugin.integration.rust_front_end.serve import Server, listen
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined
@@ -41,7 +42,8 @@ class StartedFleet(RustFleet):
     Attributes:
         engines: what `start` returns or raises, as soon as `loaded` is set, which `close` does too.
         closed_after: the timeouts of its `close` calls.
-        handler: of SIGTERM during the last of them.
+        may_close: what they wait for.
+        waits: the timeouts of its `wait_for_requests` calls.
         processes: ids of those that it watches.
     """
 
@@ -51,7 +53,9 @@ class StartedFleet(RustFleet):
         self.engines: list[list[bytes]] | OmniError = [[READY] * replicas]
         self.loaded = threading.Event()
         self.closed_after: list[float | None] = []
-        self.handler: Any = None
+        self.may_close = threading.Event()
+        self.may_close.set()
+        self.waits: list[float] = []
         self.processes: list[int] = []
 
     def start(self) -> list[list[bytes]]:
@@ -66,6 +70,7 @@ class StartedFleet(RustFleet):
         self.processes.append(process)
 
     def wait_for_requests(self, timeout: float) -> float:
+        self.waits.append(timeout)
         return 0.0
 
     def cancel_wait(self) -> None:
@@ -73,8 +78,8 @@ class StartedFleet(RustFleet):
 
     def close(self, timeout: float | None = None) -> None:
         self.closed_after.append(timeout)
-        self.handler = signal.getsignal(signal.SIGTERM)
         self.loaded.set()
+        assert self.may_close.wait(PATIENCE_S)
 
 
 class Started:
@@ -310,12 +315,51 @@ async def test_a_signal_lets_requests_finish_and_a_second_one_does_not(start: An
             await running
 
 
-async def test_a_signal_while_engines_end_does_not_kill_it(start: Any) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_signal_while_engines_end_neither_kills_it_nor_waits_nor_hurries(
+    start: Any, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async with start() as head:
         await head.serves()
+        head.fleet.may_close.clear()
+        if fails:
+            head.fleet.link.close()
+        else:
+            send(signal.SIGTERM)
+        await eventually(lambda: head.fleet.closed_after, "the end of engines")
+        # Else it would kill this process.
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         send(signal.SIGTERM)
-        await head.ends()
-        assert head.fleet.handler is not signal.SIG_DFL
+        await eventually(lambda: "SIGTERM: engines are ending" in caplog.text, "its message", PATIENCE_S)
+        head.fleet.may_close.set()
+        with pytest.raises(OmniError, match="has failed") if fails else nullcontext():
+            await head.ends()
+        assert (head.fleet.waits, head.fleet.closed_after) == ([] if fails else [10], [None])
+        assert "at once" not in caplog.text
+
+
+async def test_a_signal_after_a_failure_hurries_and_does_not_wait_for_requests(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closing, may_close = asyncio.Event(), asyncio.Event()
+    close = AdminServer.close
+
+    async def slow_close(server: AdminServer) -> None:
+        closing.set()
+        await may_close.wait()
+        await close(server)
+
+    monkeypatch.setattr(AdminServer, "close", slow_close)
+    async with start() as head:
+        await head.serves()
+        head.fleet.link.close()
+        await closing.wait()
+        send(signal.SIGTERM)
+        await eventually(lambda: "SIGTERM" in caplog.text or head.fleet.waits, "the signal")
+        may_close.set()
+        with pytest.raises(OmniError, match="has failed"):
+            await head.ends()
+        assert (head.fleet.waits, head.fleet.closed_after) == ([], [0.0])
 
 
 async def test_a_replica_that_has_not_started_yet_takes_no_metrics_of_others(start: Any) -> None:

@@ -86,7 +86,7 @@ class Server:
         assert isinstance(link, FrontEndLink)
         self._link = link
         self.drain = HeadDrain(fleet.orchestrator.events)
-        self._ending = self._hurries = self._serves = False
+        self._serves = self._ending = self._hurries = self._closing = False
         self._listening = listening
         binary = envs.VLLM_RUST_FRONTEND_PATH
         assert binary is not None
@@ -132,8 +132,11 @@ class Server:
             await self._admin.start()
             await self._run()
         finally:
+            # A failure, too: requests are not waited for any more.
+            self._ending = True
             await self._front_end.close()
             await self._admin.close()
+            self._closing = True
             await asyncio.to_thread(self._fleet.close, None if self._serves and not self._hurries else 0.0)
             # Not before: without a handler, a further signal would kill this process, which leaves its files.
             for signum in SIGNALS:
@@ -227,9 +230,16 @@ class Server:
         self._admin.statistics.joined(index)
 
     def on_signal(self, signum: int) -> None:
-        """The first signal lets requests finish, for the drain timeout; a second one ends all at once."""
+        """The first signal lets requests finish, for the drain timeout; a second one ends all at once.
+
+        When engines have been told to end, signals change nothing.
+        """
+        name = signal.Signals(signum).name
+        if self._closing:
+            logger.info("%s: engines are ending.", name)
+            return
         if self._ending:
-            logger.info("Second signal (%s): ending at once.", signal.Signals(signum).name)
+            logger.info("%s while shutting down: ending at once.", name)
             self._hurries = True
             self._front_end.kill()
             self._fleet.cancel_wait()
