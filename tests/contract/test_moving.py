@@ -151,6 +151,15 @@ def test_only_a_request_that_could_not_replay_gets_a_seed(fields: dict[str, Any]
     assert EngineApi().make_movable(make(fields | GREEDY)).sampling_params.seed == fields.get("seed")
 
 
+@pytest.mark.parametrize("fields", [GREEDY, {"seed": 3}], ids=str)
+def test_a_request_that_needs_no_seed_is_not_searched_for_a_reason(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "depends_on_output", lambda request: pytest.fail("it was searched"))
+    given = make(fields)
+    assert EngineApi().make_movable(given) is given
+
+
 def test_a_resumed_request_produces_the_rest_and_does_not_change_the_original() -> None:
     original = request(max_tokens=50, min_tokens=10, prompt_logprobs=2, logprobs=1, **GREEDY)
     resumed = EngineApi().continuation(original, Move.RESUME, [4, 5, 6])

@@ -183,17 +183,17 @@ class EngineApi:
         With a seed, the engine needs a random generator for the request, and on some GPUs its batches lose the fast
         sampling kernel. So only requests that need a seed get one.
         """
-        if request.sampling_params is None or request.resumable:
+        params = request.sampling_params
+        if params is None or request.resumable or not _lacks_seed(params):
             return request
         replays = self._custom_processors or moving.depends_on_output(request)
         return self.with_seed(request) if replays else request
 
     def with_seed(self, request: Any) -> Any:
         """The request, or a copy with a seed if it samples without one. Thread-safe."""
-        params = request.sampling_params
-        if params.temperature < _SAMPLING_EPS or params.seed is not None:
+        if not _lacks_seed(request.sampling_params):
             return request
-        params = copy.copy(params)
+        params = copy.copy(request.sampling_params)
         params.seed = self._random.getrandbits(_SEED_BITS)
         return msgspec.structs.replace(request, sampling_params=params)
 
@@ -203,6 +203,10 @@ class EngineApi:
     def idle_report(self, engine_index: int) -> Any:
         """The `EngineCoreOutputs` of an idle engine, for the gauges of one that may report nothing any more."""
         return EngineCoreOutputs(engine_index=engine_index, scheduler_stats=SchedulerStats())
+
+
+def _lacks_seed(params: Any) -> bool:
+    return params.temperature >= _SAMPLING_EPS and params.seed is None
 
 
 _prefill_counts = attrgetter(*[each.name for each in fields(PrefillStats)])
